@@ -1,0 +1,1 @@
+"""The models: the DFlash drafter, the frozen target, masks, loss, decoding and export."""
