@@ -1,0 +1,65 @@
+"""The control plane: a small JSON key-value layer over torch's TCPStore, apart from the tensors' process groups.
+
+torchrun's agent hosts the store, so it outlives any rank. Nothing here blocks: readers poll, bounded by their caller.
+"""
+
+from __future__ import annotations
+
+import json
+import uuid
+from datetime import timedelta
+from typing import Any
+
+from torch.distributed import PrefixStore, TCPStore
+
+
+class Control:
+    """Keys shared by all ranks of one attempt.
+
+    A connection serves one thread at a time; another thread takes its own with `clone()`.
+    """
+
+    def __init__(self, host: str, port: int, prefix: str, serve: bool = False, timeout: float = 60.0) -> None:
+        self._address = (host, port, prefix)
+        self._timeout = timeout
+        self.server = TCPStore(
+            host, port, is_master=serve, wait_for_workers=False, timeout=timedelta(seconds=timeout)
+        )
+        self._store = PrefixStore(prefix, self.server)
+
+    def clone(self) -> Control:
+        """A second connection, for another thread."""
+        host, _, prefix = self._address
+        return Control(host, self.server.port, prefix, timeout=self._timeout)
+
+    def set(self, key: str, value: Any) -> None:
+        self._store.set(key, json.dumps(value))
+
+    def get(self, key: str) -> Any | None:
+        """The value, or None while nobody has set it."""
+        return json.loads(self._store.get(key)) if self._store.check([key]) else None
+
+    def has(self, *keys: str) -> bool:
+        """Whether all the keys are set."""
+        return self._store.check(list(keys))
+
+    def add(self, key: str, amount: int = 1) -> int:
+        """Add to a counter and return its new value; a counter is read with `add(key, 0)`."""
+        return self._store.add(key, amount)
+
+    def claim(self, key: str, value: Any) -> bool:
+        """Set the key unless another rank was first; True for the winner."""
+        mine = json.dumps({"claim": uuid.uuid4().hex, "value": value})
+        return self._store.compare_set(key, "", mine).decode() == mine
+
+    def claimed(self, key: str) -> Any | None:
+        """The winner's value of a claimed key, or None."""
+        claim = self.get(key)
+        return None if claim is None else claim["value"]
+
+    def delete(self, key: str) -> None:
+        self._store.delete_key(key)
+
+    def group_store(self, name: str) -> PrefixStore:
+        """A store for `init_process_group`, on this connection."""
+        return PrefixStore(name, self._store)
