@@ -1,0 +1,188 @@
+"""The frozen target: decoder layers up to the last tap, run over packed rows; the full model for decoding.
+
+Notation: S row length, H hidden size, K tapped layers.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from models.target_files import quiet_transformers
+from models.target_random import RandomWeights
+
+PROBE_LENGTH = 24
+LEAK_TOLERANCE = 0.1
+"""Relative change of a document's features when its neighbour changes: a leak gives about 1, rounding below 0.02."""
+
+
+class TappedTarget(nn.Module):
+    """Runs a decoder over one packed row and returns the outputs of the tapped layers. Frozen, no logits."""
+
+    layers: nn.ModuleList
+
+    def __init__(self, decoder: PreTrainedModel, layer_ids: Sequence[int]) -> None:
+        super().__init__()
+        self.decoder = decoder.eval().requires_grad_(False)
+        self.layers = decoder_layers(decoder)
+        self.layer_ids = tuple(layer_ids)
+        self.hidden_size: int = decoder.config.get_text_config(decoder=True).hidden_size
+        self._features_SF: Tensor | None = None
+        for slot, layer_id in enumerate(self.layer_ids):
+            self.layers[layer_id].register_forward_hook(self._keep(slot))
+
+    def _keep(self, slot: int) -> Any:
+        def hook(_layer: nn.Module, _inputs: Any, output: Any) -> None:
+            hidden_1SH = output[0] if isinstance(output, tuple) else output
+            assert self._features_SF is not None, "a tapped layer ran outside of TappedTarget.forward"
+            columns = slice(slot * self.hidden_size, (slot + 1) * self.hidden_size)
+            self._features_SF[:, columns] = hidden_1SH[0]
+
+        return hook
+
+    @torch.no_grad()
+    def forward(self, ids: Tensor, doc: Tensor, positions: Tensor) -> Tensor:
+        """Features of a packed row, each document as if it ran alone.
+
+        Args:
+            ids: token ids, int64 [S].
+            doc: document of each token, int [S]; -1 is padding, whose features mean nothing.
+            positions: position in its document, int64 [S], from 0 in each document.
+
+        Returns:
+            Outputs of the tapped layers (before any final norm), side by side in the order of `layer_ids`: [S, K*H].
+        """
+        # Without mask and cache, transformers isolates documents wherever positions do not go up by one;
+        # at position 0 throughout, every padding token is a document of its own.
+        positions_1S = torch.where(doc < 0, 0, positions)[None]
+        dtype = self.decoder.dtype
+        self._features_SF = torch.empty(
+            len(ids), len(self.layer_ids) * self.hidden_size, dtype=dtype, device=ids.device
+        )
+        self.decoder(input_ids=ids[None], position_ids=positions_1S, use_cache=False)
+        features_SF, self._features_SF = self._features_SF, None
+        return features_SF
+
+    def compile_layers(self, **options: Any) -> None:
+        """Compile each layer on its own, in place; equal layers share one graph."""
+        for layer in self.layers:
+            layer.forward = torch.compile(layer.forward, dynamic=False, fullgraph=True, **options)
+
+    def check_isolation(self) -> None:
+        """Prove on a small row that a document does not see its neighbour.
+
+        Raises:
+            ValueError: it does (some recurrent and custom models ignore positions), or features are not finite.
+        """
+        device, vocab_size = self.decoder.device, self.decoder.get_input_embeddings().weight.shape[0]
+        first, other, second = (torch.arange(PROBE_LENGTH) * step % vocab_size for step in (7919, 104729, 1299709))
+        doc = torch.arange(2, device=device).repeat_interleave(PROBE_LENGTH)
+        positions = torch.arange(PROBE_LENGTH, device=device).repeat(2)
+        beside_first, beside_other = (
+            self(torch.cat([neighbour, second]).to(device), doc, positions)[PROBE_LENGTH:].float()
+            for neighbour in (first, other)
+        )
+        change_S = (beside_first - beside_other).norm(dim=-1) / beside_first.norm(dim=-1)
+        if not bool(beside_first.isfinite().all()):
+            raise ValueError(f"target.model: {type(self.decoder).__name__} gives features that are not finite")
+        if float(change_S.max()) > LEAK_TOLERANCE:
+            raise ValueError(
+                f"target.model: {type(self.decoder).__name__} lets packed documents see each other"
+                " -> choose a target whose layers all respect position_ids"
+            )
+
+
+def load_tapped_target(
+    folder: Path,
+    layer_ids: Sequence[int],
+    dtype: torch.dtype,
+    device: torch.device | str,
+    trust_remote_code: bool = False,
+) -> TappedTarget:
+    """Load the decoder layers up to the last tapped one; nothing above them, no head, is read.
+
+    Raises:
+        ValueError: impossible layer ids, weights missing, or a model that cannot run packed rows.
+    """
+    config = load_config(folder, trust_remote_code)
+    num_layers = config.get_text_config(decoder=True).num_hidden_layers
+    if len(set(layer_ids)) < len(layer_ids) or not all(0 <= layer_id < num_layers for layer_id in layer_ids):
+        raise ValueError(f"target.layer_ids: {list(layer_ids)} are not distinct layers out of 0..{num_layers - 1}")
+    cut = cut_config(config, max(layer_ids) + 1)
+    model = _load(AutoModel, folder, cut, dtype, device, trust_remote_code)
+    target = TappedTarget(model.get_decoder(), layer_ids)
+    target.check_isolation()
+    return target
+
+
+def load_full_target(
+    folder: Path, dtype: torch.dtype, device: torch.device | str, trust_remote_code: bool = False
+) -> PreTrainedModel:
+    """The whole causal LM with its head, frozen, for decoding."""
+    config = load_config(folder, trust_remote_code)
+    return _load(AutoModelForCausalLM, folder, config, dtype, device, trust_remote_code).eval().requires_grad_(False)
+
+
+def load_config(folder: Path, trust_remote_code: bool = False) -> PreTrainedConfig:
+    """The model's config, from its folder only."""
+    try:
+        return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        raise ValueError(f"target.model: cannot read {folder}/config.json: {error}") from error
+
+
+def cut_config(config: PreTrainedConfig, num_layers: int) -> PreTrainedConfig:
+    """A copy of `config` with only the first layers; settings listed per layer are cut to match."""
+    cut = copy.deepcopy(config)
+    text = cut.get_text_config(decoder=True)
+    if getattr(text, "num_kv_shared_layers", 0):
+        return cut  # which layers share keys is counted from the top, so this family cannot be cut
+    old = text.num_hidden_layers
+    for name, value in list(vars(text).items()):
+        if isinstance(value, list) and len(value) == old:
+            setattr(text, name, value[:num_layers])
+    text.num_hidden_layers = num_layers
+    return cut
+
+
+def decoder_layers(decoder: nn.Module) -> nn.ModuleList:
+    """The decoder's stack of layers."""
+    stacks = [child for child in decoder.children() if isinstance(child, nn.ModuleList)]
+    if not stacks:
+        raise ValueError(f"target.model: {type(decoder).__name__} has no list of layers to tap")
+    return max(stacks, key=len)
+
+
+def _load(
+    auto_class: Any,
+    folder: Path,
+    config: PreTrainedConfig,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    trust_remote_code: bool,
+) -> PreTrainedModel:
+    if RandomWeights.marked(folder):
+        return RandomWeights.of(folder).build(auto_class, config, dtype, torch.device(device))
+    with quiet_transformers():
+        model, info = auto_class.from_pretrained(
+            folder,
+            config=config,
+            dtype=dtype,
+            device_map={"": torch.device(device)},
+            use_safetensors=True,
+            trust_remote_code=trust_remote_code,
+            local_files_only=True,
+            output_loading_info=True,
+        )
+    # transformers fills what it does not find with random numbers: the loss then stalls at ln(V), without a word.
+    absent = sorted({*info["missing_keys"], *(str(key) for key in info["mismatched_keys"])})
+    absent += [name for name, parameter in model.named_parameters() if parameter.is_meta]
+    if absent:
+        raise ValueError(f"target.model: {len(absent)} weights are not in {folder}: {', '.join(absent[:5])}")
+    return model

