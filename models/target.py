@@ -80,7 +80,7 @@ class TappedTarget(nn.Module):
         Raises:
             ValueError: it does (some recurrent and custom models ignore positions), or features are not finite.
         """
-        device, vocab_size = self.decoder.device, self.decoder.get_input_embeddings().weight.shape[0]
+        device, vocab_size = self.decoder.device, self.decoder.config.get_text_config(decoder=True).vocab_size
         first, other, second = (torch.arange(PROBE_LENGTH) * step % vocab_size for step in (7919, 104729, 1299709))
         doc = torch.arange(2, device=device).repeat_interleave(PROBE_LENGTH)
         positions = torch.arange(PROBE_LENGTH, device=device).repeat(2)

@@ -18,6 +18,9 @@ from models.target_random import RandomWeights
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+OLD_HEAD_NAMES = ["embed_out.weight"]
+"""What GPT-NeoX files call the head."""
+
 
 def load_frozen_ends(
     folder: Path, dtype: torch.dtype, device: torch.device | str, trust_remote_code: bool = False
@@ -76,8 +79,8 @@ def _read(folder: Path, name: str, shape: tuple[int, int], dtype: torch.dtype, d
         return weight
     files = tensor_files(folder)
     # Wrapped models are stored under other prefixes than they have in memory, so the last two parts of a name decide.
-    ending = ".".join(name.split(".")[-2:])
-    found = sorted((key for key in files if key == ending or key.endswith(f".{ending}")), key=len)
+    endings = [".".join(name.split(".")[-2:])] + OLD_HEAD_NAMES * (name == "lm_head.weight")
+    found = sorted((key for key in files if any(f".{key}".endswith(f".{ending}") for ending in endings)), key=len)
     if not found:
         raise ValueError(f"target.model: no tensor {name} in {folder}")
     rows, hidden_size = shape

@@ -12,7 +12,7 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -66,8 +66,9 @@ def load_tokenizer(folder: Path, trust_remote_code: bool = False) -> PreTrainedT
     """The tokenizer with its chat template, from the model's own folder only."""
     from transformers import AutoTokenizer
 
+    auto_class: Any = AutoTokenizer  # its own annotation allows None, which it never returns here
     try:
-        return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
+        return auto_class.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
     except (OSError, ValueError) as error:
         raise ValueError(f"target.model: no usable tokenizer in {folder}: {_first_line(error)}") from error
 
@@ -119,13 +120,12 @@ def _convert_gguf(gguf: Path) -> Path:
 
 def _write_dequantised(gguf: Path, folder: Path) -> None:
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM
 
-    source: dict[str, Any] = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
     with quiet_transformers():
         try:
-            tokenizer = AutoTokenizer.from_pretrained(**source)
-            model = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.bfloat16)
+            tokenizer = _gguf_tokenizer(gguf)
+            model = AutoModelForCausalLM.from_pretrained(str(gguf.parent), gguf_file=gguf.name, dtype=torch.bfloat16)
         except (ImportError, OSError, ValueError, KeyError, NotImplementedError) as error:
             raise ValueError(f"target.model: cannot read {gguf}: {_first_line(error)}") from error
         # The weights are plain now; the note that they were quantised would send a reader back to the GGUF file.
@@ -133,6 +133,12 @@ def _write_dequantised(gguf: Path, folder: Path) -> None:
         model.hf_quantizer = None
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
+
+
+def _gguf_tokenizer(gguf: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(str(gguf.parent), gguf_file=gguf.name)
 
 
 def _random_folder(shape: str) -> Path:
@@ -143,13 +149,10 @@ def _random_folder(shape: str) -> Path:
     name = shape if shape in SHAPES else Path(shape).stem
 
     def write(folder: Path) -> None:
-        from transformers import AutoTokenizer
-
         config.save_pretrained(folder)
         RandomWeights(seed=0).mark(folder)
-        gguf = _demo_gguf()  # any tokenizer does whose ids are below the vocabulary
-        with quiet_transformers():
-            AutoTokenizer.from_pretrained(str(gguf.parent), gguf_file=gguf.name).save_pretrained(folder)
+        with quiet_transformers():  # any tokenizer does whose ids are below the vocabulary
+            _gguf_tokenizer(_demo_gguf()).save_pretrained(folder)
 
     return _built_once(user_cache() / "models" / f"random-{name}-{digest}", write)
 
@@ -177,7 +180,7 @@ def _built_once(folder: Path, write: Callable[[Path], None]) -> Path:
 
 
 @contextlib.contextmanager
-def quiet_transformers() -> Iterator[None]:
+def quiet_transformers() -> Generator[None]:
     """No progress bars and no notes about weights left out on purpose; real problems are checked by the caller."""
     from transformers.utils import logging as hf_logging
 

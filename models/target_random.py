@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
-from transformers import AutoConfig, PreTrainedConfig
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 MARKER = "random_weights.json"
 SHAPES: dict[str, dict[str, Any]] = {
@@ -75,7 +74,9 @@ class RandomWeights:
     def of(cls, folder: Path) -> RandomWeights:
         return cls(**json.loads((folder / MARKER).read_text()))
 
-    def build(self, auto_class: Any, config: PreTrainedConfig, dtype: torch.dtype, device: torch.device) -> nn.Module:
+    def build(
+        self, auto_class: Any, config: PreTrainedConfig, dtype: torch.dtype, device: torch.device
+    ) -> PreTrainedModel:
         """The model of `config`, built on `device` directly; matrices are normal with std 0.02, norms stay one."""
         with device:
             model = auto_class.from_config(config, dtype=dtype)

@@ -54,9 +54,9 @@ def save_small(family: str, folder: Path, **changes: Any) -> PreTrainedModel:
 
 def packed_row(padding: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """ids, doc, positions of a row with DOCUMENTS and padding that is full of tokens."""
-    lengths = torch.tensor([*DOCUMENTS, padding])
-    ids = torch.randint(3, 97, (int(lengths.sum()),), generator=torch.Generator().manual_seed(1))
-    doc = torch.repeat_interleave(torch.tensor([0, 1, 2, -1]), lengths).int()
+    lengths = [*DOCUMENTS, padding]
+    ids = torch.randint(3, 97, (sum(lengths),), generator=torch.Generator().manual_seed(1))
+    doc = torch.repeat_interleave(torch.tensor([0, 1, 2, -1]), torch.tensor(lengths)).int()
     positions = torch.cat([torch.arange(length) for length in lengths])
     return ids, doc, positions
 
@@ -195,7 +195,7 @@ def test_build_once_clears_what_a_killed_process_left(tmp_path: Path) -> None:
 @pytest.fixture
 def random_tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", lambda *_a, **_k: FakeTokenizer())
+    monkeypatch.setattr(target_files, "_gguf_tokenizer", lambda _gguf: FakeTokenizer())
     return resolve_target("random:tiny")
 
 
@@ -223,5 +223,6 @@ def test_demo_model_answers_sensibly() -> None:
     model = load_full_target(folder, torch.float32, "cpu")
     chat = [{"role": "user", "content": "What is the capital of France?"}]
     inputs = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
-    ids = model.generate(**inputs, max_new_tokens=24, do_sample=False)[0, inputs["input_ids"].shape[1] :]
+    generate: Any = model.generate
+    ids = generate(**inputs, max_new_tokens=24, do_sample=False)[0, inputs["input_ids"].shape[1] :]
     assert "Paris" in tokenizer.decode(ids) and ids[-1] == tokenizer.eos_token_id
