@@ -5,6 +5,7 @@ No torch here: `--help`, `--print-config` and a bad option answer at once. All p
 
 from __future__ import annotations
 
+import json
 import tomllib
 from pathlib import Path
 from typing import Any, Literal
@@ -159,6 +160,10 @@ class RuntimeConfig(Section):
     """Seconds one checkpoint may take."""
     eval_timeout: float = Field(1800.0, gt=0)
     """Seconds one evaluation may take."""
+    heartbeat_timeout: float = Field(60.0, gt=0)
+    """Seconds a rank may be silent (stopped, GIL held) before the others give it up."""
+    heartbeat_timeout: float = Field(30.0, gt=0)
+    """Seconds of silence after which a rank counts as hung."""
     grace: float = Field(30.0, gt=0)
     """Seconds from SIGTERM to the end, a last checkpoint included."""
     memory_interval: float = Field(1.0, gt=0)
@@ -218,7 +223,7 @@ class Config(Section):
     def _consistent(self) -> Config:
         if self.data.row_length < 2 * self.drafter.block_size:
             raise ValueError(
-                f"data.row_length: {self.data.row_length} holds fewer than two blocks of {self.drafter.block_size} tokens"
+                f"data.row_length: {self.data.row_length} tokens hold fewer than two blocks of {self.drafter.block_size}"
             )
         return self
 
@@ -256,3 +261,13 @@ def validate(values: dict[str, Any]) -> Config:
         return Config.model_validate(values)
     except ValidationError as error:
         raise ConfigError(describe_problems(error, Config)) from None
+
+
+def to_toml(config: Config) -> str:
+    """The whole config as TOML; an option that is none is left out, as TOML has no word for it."""
+    values = config.model_dump(mode="json", exclude_none=True)
+    tables = {name: value for name, value in values.items() if isinstance(value, dict)}
+    lines = [f"{name} = {json.dumps(value)}" for name, value in values.items() if name not in tables]
+    for table, options in tables.items():
+        lines += ["", f"[{table}]", *(f"{name} = {json.dumps(value)}" for name, value in options.items())]
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,115 @@
+"""Fault injection for tests and soak runs: `LAUNCHER_FAULT=kind@phase[:step]:rank`, a no-op without it.
+
+Several faults are separated by `;`, a rank of `*` is every rank, and a kind may carry seconds (`slow=5@turn:1`).
+With a step the fault strikes at that step of the first start only, so that a restart gets past it; without one it
+strikes whenever the phase is entered.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import re
+import signal
+import time
+from dataclasses import dataclass
+
+from launcher.errors import UserError
+
+ENVIRONMENT = "LAUNCHER_FAULT"
+# Struck by `trip`.
+ACTIVE = ("raise", "kill", "segv", "abort", "hang", "gil", "stop", "slow", "oom", "diskfull")
+# Asked for with `armed` by the code that can spoil the thing in question.
+PASSIVE = ("nan", "header", "cache", "recompile", "shard")
+FOREVER = 10**6
+_PATTERN = re.compile(r"(?P<kind>[a-z]+)(=(?P<seconds>[0-9.]+))?@(?P<phase>[a-z-]+)(:(?P<step>\d+))?:(?P<rank>\d+|\*)")
+_TEXT = os.environ.get(ENVIRONMENT, "")
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One planned fault; `step` and `rank` None mean any."""
+
+    kind: str
+    phase: str
+    step: int | None
+    rank: int | None
+    seconds: float = 5.0
+
+    def strikes(self, phase: str, step: int | None, rank: int, restarts: int = 0) -> bool:
+        here = self.phase == phase and self.rank in (None, rank)
+        return here and (self.step is None or (self.step == step and restarts == 0))
+
+
+def parse_faults(text: str) -> tuple[Fault, ...]:
+    """Read the value of LAUNCHER_FAULT.
+
+    Raises:
+        UserError: not of the form above, or an unknown kind.
+    """
+    return tuple(_parse(part.strip()) for part in text.split(";") if part.strip())
+
+
+def trip(phase: str, step: int | None = None) -> None:
+    """Strike if an active fault is planned for this rank here; costs one comparison otherwise."""
+    if _TEXT:
+        for fault in _here(phase, step, ACTIVE):
+            _strike(fault)
+
+
+def armed(kind: str, phase: str, step: int | None = None) -> bool:
+    """Whether a passive fault of this kind is planned for this rank here."""
+    return bool(_TEXT) and bool(_here(phase, step, (kind,)))
+
+
+def _here(phase: str, step: int | None, kinds: tuple[str, ...]) -> list[Fault]:
+    rank, restarts = int(os.environ.get("RANK", 0)), int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
+    faults = [fault for fault in parse_faults(_TEXT) if fault.kind in kinds]
+    return [fault for fault in faults if fault.strikes(phase, step, rank, restarts)]
+
+
+def _parse(text: str) -> Fault:
+    match = _PATTERN.fullmatch(text)
+    if match is None or match["kind"] not in ACTIVE + PASSIVE:
+        raise UserError(
+            f"{ENVIRONMENT}={text}: not a fault",
+            f"give kind@phase[:step]:rank with a kind of {', '.join(ACTIVE + PASSIVE)}",
+        )
+    return Fault(
+        match["kind"],
+        match["phase"],
+        int(match["step"]) if match["step"] else None,
+        None if match["rank"] == "*" else int(match["rank"]),
+        float(match["seconds"] or Fault.seconds),
+    )
+
+
+def _strike(fault: Fault) -> None:
+    print(f"injected fault: {fault}", flush=True)
+    match fault.kind:
+        case "raise":
+            raise RuntimeError(f"injected error in phase {fault.phase}")
+        case "kill" | "stop":
+            os.kill(os.getpid(), signal.SIGKILL if fault.kind == "kill" else signal.SIGSTOP)
+        case "segv":
+            ctypes.string_at(0)
+        case "abort":
+            os.abort()
+        case "hang":
+            time.sleep(FOREVER)
+        case "gil":
+            # PyDLL keeps the GIL during the call, as a stuck extension would.
+            ctypes.PyDLL(None).sleep(FOREVER)
+        case "slow":
+            time.sleep(fault.seconds)
+        case "oom":
+            _out_of_memory()
+        case "diskfull":
+            raise OSError(errno.ENOSPC, "No space left on device (injected)")
+
+
+def _out_of_memory() -> None:
+    import torch  # noqa: PLC0415 - this module is imported where torch is not
+
+    raise torch.OutOfMemoryError("CUDA out of memory (injected)")

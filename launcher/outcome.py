@@ -1,0 +1,140 @@
+"""The one root cause of a failed run: who says it first, how it is kept and shown. No torch.
+
+The first rank that claims the key `failure` writes `status.json` and prints the final box; the others stay quiet, so
+that no innocent rank's traceback buries the cause.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from launcher.checkpoint_folder import newest_published
+from launcher.errors import DeadlineError, ExitCode, LauncherError, PeerFailed
+from launcher.status import Status, final_box, resume_command, write_status
+
+if TYPE_CHECKING:
+    from launcher.control import Control
+
+log = logging.getLogger("launcher")
+
+# launch.sh sets it: it prints the box itself, after everything that torchrun and dying ranks still say.
+SUPERVISED = "LAUNCHER_SUPERVISED"
+FAILURE_KEY, STOP_KEY = "failure", "stop"
+RETRY_ERRNOS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO}
+# What collectives and the store raise when the other side has died; the peer's own end is the cause then.
+CONNECTION_ERRORS = {"DistBackendError", "DistNetworkError", "DistStoreError", "DistError"}
+CONNECTION_WORDS = ("connection closed", "connection reset", "broken pipe", "gloo", "nccl", "socket timeout")
+
+Leaving = Literal["done", "stopped", "failed"]
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What went wrong, where; `rank` is the rank to blame, not always the one that found out."""
+
+    rank: int
+    role: str
+    phase: str
+    step: int
+    code: int
+    error: str
+    reason: str
+    log: str
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} {self.role} failed in phase {self.phase} at step {self.step}: {self.reason}"
+
+
+def failure_code(error: BaseException) -> ExitCode:
+    """The exit code of an error: its own, 75 where trying again may help, else 1."""
+    if isinstance(error, LauncherError):
+        return error.code
+    retry = type(error).__name__ == "OutOfMemoryError" or isinstance(error, MemoryError) or is_secondary(error)
+    if isinstance(error, OSError):
+        retry = retry or error.errno in RETRY_ERRNOS
+    return ExitCode.RETRY if retry else ExitCode.UNCLASSIFIED
+
+
+def process_code(code: ExitCode) -> int:
+    """What a rank's process leaves with. torchrun kills the others when one fails, so a stopped rank, whose peers may
+    still be saving, leaves with 0; `status.json` has the true code."""
+    return 0 if code in {ExitCode.TERMINATED, ExitCode.INTERRUPTED} else int(code)
+
+
+def is_secondary(error: BaseException) -> bool:
+    """Whether the error is likely the echo of another rank's end: a closed connection, a wait that ran out."""
+    if isinstance(error, PeerFailed | DeadlineError | ConnectionError) or type(error).__name__ in CONNECTION_ERRORS:
+        return True
+    return isinstance(error, RuntimeError) and any(word in str(error).lower() for word in CONNECTION_WORDS)
+
+
+def publish_failure(control: Control, failure: Failure, run_dir: Path) -> Failure:
+    """Claim the failure of the run; the winner writes the status and prints the box. Returns the winning failure."""
+    if control.claim(FAILURE_KEY, asdict(failure)):
+        report(failed_status(failure, run_dir), run_dir)
+        return failure
+    return known_failure(control) or failure
+
+
+def known_failure(control: Control) -> Failure | None:
+    claim = control.claimed(FAILURE_KEY)
+    return None if claim is None else Failure(**claim)
+
+
+def failed_status(failure: Failure, run_dir: Path) -> Status:
+    """The status of a failed run, with the command to go on unless only another configuration can help."""
+    checkpoint = newest_published(run_dir)
+    hopeless = failure.code == ExitCode.DO_NOT_RETRY
+    return Status(
+        state="failed",
+        code=failure.code,
+        reason=failure.reason,
+        error=failure.error,
+        rank=failure.rank,
+        role=failure.role,
+        phase=failure.phase,
+        step=failure.step,
+        log=failure.log,
+        last_checkpoint=None if checkpoint is None else str(checkpoint),
+        resumable=checkpoint is not None and not hopeless,
+        next_command=None if hopeless else resume_command(run_dir),
+    )
+
+
+def stopped_status(code: ExitCode, phase: str, step: int, run_dir: Path, note: str = "") -> Status:
+    """The status of a run that was asked to stop."""
+    checkpoint = newest_published(run_dir)
+    cause = "Ctrl-C" if code is ExitCode.INTERRUPTED else "SIGTERM"
+    return Status(
+        state="stopped",
+        code=code,
+        reason=f"stopped by {cause} at step {step}{note}",
+        phase=phase,
+        step=step,
+        last_checkpoint=None if checkpoint is None else str(checkpoint),
+        resumable=checkpoint is not None,
+        next_command=resume_command(run_dir),
+    )
+
+
+def finished_status(reason: str, step: int, run_dir: Path) -> Status:
+    checkpoint = newest_published(run_dir)
+    return Status(
+        state="finished",
+        code=ExitCode.FINISHED,
+        reason=reason,
+        step=step,
+        last_checkpoint=None if checkpoint is None else str(checkpoint),
+    )
+
+
+def report(status: Status, run_dir: Path) -> None:
+    """Write `status.json` and, unless `launch.sh` will do it, end the console with the box."""
+    write_status(run_dir, status)
+    if status.state in {"failed", "stopped"} and not os.environ.get(SUPERVISED):
+        log.error("\n%s", final_box(status), extra={"announce": True})

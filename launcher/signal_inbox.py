@@ -1,0 +1,62 @@
+"""Stop signals as bytes on a pipe, so that a thread sees them while the main thread sits in native code. No torch.
+
+A Python handler runs only when the main thread comes back to bytecode, which a gloo collective may keep from happening
+for minutes; the byte on the wakeup descriptor is written at once.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from types import FrameType
+
+from launcher.errors import ExitCode
+
+STOP_SIGNALS = {
+    signal.SIGTERM: ExitCode.TERMINATED,
+    signal.SIGUSR1: ExitCode.TERMINATED,
+    signal.SIGINT: ExitCode.INTERRUPTED,
+}
+# A terminal and a parent, or a scheduler and torchrun, may deliver one wish twice; only a later signal is a second one.
+SAME_WISH_SECONDS = 1.0
+
+
+class SignalInbox:
+    """Collects stop signals of this process from the moment it is made; main thread only."""
+
+    def __init__(self) -> None:
+        self.descriptor, self._write = os.pipe()
+        for end in (self.descriptor, self._write):
+            os.set_blocking(end, False)
+        self.watched = False
+        """Set once a thread drains the pipe; until then a second signal ends the process here."""
+        self._first: float | None = None
+        for number in STOP_SIGNALS:
+            signal.signal(number, self._on_signal)
+        signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
+
+    def drain(self) -> list[signal.Signals]:
+        """The stop signals that came since the last call; never blocks."""
+        try:
+            numbers = os.read(self.descriptor, 1024)
+        except BlockingIOError:
+            return []
+        return [signal.Signals(number) for number in numbers if number in STOP_SIGNALS]
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        self._first = self._first or now
+        if not self.watched and now - self._first > SAME_WISH_SECONDS:
+            os._exit(STOP_SIGNALS[signal.Signals(number)])
+
+
+_inbox: SignalInbox | None = None
+
+
+def catch_signals() -> SignalInbox:
+    """The inbox of this process, made on the first call; `main` calls it before torch is imported."""
+    global _inbox
+    if _inbox is None:
+        _inbox = SignalInbox()
+    return _inbox

@@ -1,0 +1,45 @@
+"""Where the threads of this process are: stack dumps, the flight recorder, and whether one sits in a collective."""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import IO
+
+COLLECTIVE_FILES = f"{os.sep}torch{os.sep}distributed{os.sep}"
+
+
+def dump_stacks(log: IO[str], why: str, traces: Path, rank: int) -> None:
+    """Write all Python stacks to the log, and torch's record of the last collectives to `traces/`."""
+    log.write(f"\n[{time.strftime('%H:%M:%S')}] {why}; stacks of all threads:\n")
+    log.flush()
+    faulthandler.dump_traceback(file=log, all_threads=True)
+    recorded = dump_flight_recorder(traces, rank)
+    if recorded is not None:
+        log.write(f"flight recorder: {recorded}\n")
+    log.flush()
+
+
+def dump_flight_recorder(traces: Path, rank: int) -> Path | None:
+    """Write what c10d recorded (TORCH_FR_BUFFER_SIZE) as JSON; None without NCCL or records."""
+    c10d = sys.modules.get("torch._C._distributed_c10d")
+    dump = getattr(c10d, "_dump_nccl_trace_json", None)
+    if dump is None:
+        return None
+    text = dump().decode()
+    if not json.loads(text).get("entries"):
+        return None
+    traces.mkdir(parents=True, exist_ok=True)
+    path = traces / f"nccl_rank_{rank}.json"
+    path.write_text(text)
+    return path
+
+
+def is_in_collective(own_thread: int) -> bool:
+    """Whether another thread's innermost Python frame belongs to torch.distributed, which calls the blocking waits."""
+    frames = sys._current_frames()
+    return any(COLLECTIVE_FILES in frame.f_code.co_filename for thread, frame in frames.items() if thread != own_thread)

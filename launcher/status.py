@@ -1,0 +1,118 @@
+"""`status.json`: how a run stands or how it ended, and the box that the console ends with. No torch."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import tempfile
+import time
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import IO, Literal
+
+from rich.console import Console
+from rich.panel import Panel
+from rich.text import Text
+
+from launcher.errors import ExitCode
+
+State = Literal["running", "finished", "stopped", "failed"]
+FILE_NAME = "status.json"
+
+
+@dataclass(frozen=True)
+class Status:
+    """State of a run; `code` is what `launch.sh` returns (errors.ExitCode), None while it runs."""
+
+    state: State
+    code: int | None = None
+    reason: str = ""
+    error: str | None = None
+    """Class of the error, for machines."""
+    rank: int | None = None
+    role: str | None = None
+    phase: str | None = None
+    step: int | None = None
+    log: str | None = None
+    last_checkpoint: str | None = None
+    resumable: bool = False
+    next_command: str | None = None
+    time: float = field(default_factory=time.time)
+    """Seconds since the epoch when this was written."""
+
+
+def resume_command(run_dir: Path) -> str:
+    """The command that goes on with the run of this folder."""
+    return f"./launch.sh --config {shlex.quote(str(run_dir / 'config.toml'))} --resume auto"
+
+
+def write_status(run_dir: Path, status: Status) -> Path:
+    """Write `status.json` whole or not at all, readable while another process writes it."""
+    run_dir.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(prefix=".status-", dir=run_dir)
+    try:
+        with os.fdopen(handle, "w") as file:
+            json.dump(asdict(status), file, indent=2)
+            file.write("\n")
+        os.replace(temporary, run_dir / FILE_NAME)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+    return run_dir / FILE_NAME
+
+
+def read_status(run_dir: Path) -> Status | None:
+    """The status of a run folder, None where there is none; keys of other versions are left out.
+
+    Raises:
+        ValueError: the file is not what `write_status` writes.
+    """
+    try:
+        values = json.loads((run_dir / FILE_NAME).read_text())
+    except FileNotFoundError:
+        return None
+    known = {entry.name for entry in fields(Status)}
+    if not isinstance(values, dict) or "state" not in values:
+        raise ValueError(f"{run_dir / FILE_NAME} is not a status file; remove it")
+    return Status(**{key: value for key, value in values.items() if key in known})
+
+
+def final_box(status: Status, file: IO[str] | None = None) -> str:
+    """The last lines of a run: what happened, where, and how to go on. Colour only on a terminal.
+
+    Args:
+        file: the stream it will be written to, which decides colour and width; None renders plain text.
+    """
+    console = Console(file=file, force_terminal=None if file else False, width=None if file and file.isatty() else 110)
+    body = Text("\n").join(_line(name, value) for name, value in _rows(status) if value)
+    colour = {"finished": "green", "running": "cyan", "stopped": "yellow", "failed": "red"}[status.state]
+    with console.capture() as capture:
+        console.print(Panel(body, title=_title(status), border_style=colour, title_align="left"))
+    return capture.get()
+
+
+def _title(status: Status) -> str:
+    code = "" if status.code is None else f" (exit code {status.code})"
+    return f"run {status.state}{code}"
+
+
+def _rows(status: Status) -> list[tuple[str, str | None]]:
+    where = [
+        f"rank {status.rank}" if status.rank is not None else None,
+        status.role,
+        f"phase {status.phase}" if status.phase else None,
+        f"step {status.step}" if status.step is not None else None,
+    ]
+    checkpoint = status.last_checkpoint or ("none" if status.state in {"failed", "stopped"} else None)
+    return [
+        ("what", status.reason or None),
+        ("where", ", ".join(part for part in where if part) or None),
+        ("log", status.log),
+        ("checkpoint", checkpoint),
+        ("retry" if status.code == ExitCode.RETRY and not status.resumable else "next", status.next_command),
+    ]
+
+
+def _line(name: str, value: str | None) -> Text:
+    return Text.assemble((f"{name:<11}", "bold"), value or "", overflow="fold")

@@ -1,0 +1,274 @@
+"""The watchdog thread of a rank: heartbeats, deadlines, dead and silent peers, signals, and the end of last resort.
+
+It does the work because the main thread may sit in native code for minutes: Python signal handlers do not run inside a
+gloo collective. It has its own connection to the control plane.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import select
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, TYPE_CHECKING
+
+from launcher.errors import ExitCode
+from launcher.outcome import (
+    STOP_KEY,
+    Failure,
+    Leaving,
+    known_failure,
+    process_code,
+    publish_failure,
+    report,
+    stopped_status,
+)
+from launcher.peers import Beat, Member, PeerTable, blame
+from launcher.processes import missing_siblings
+from launcher.rank_state import Limits, Phase, RankState
+from launcher.signal_inbox import SAME_WISH_SECONDS, STOP_SIGNALS, SignalInbox
+from launcher.stacks import dump_stacks, is_in_collective
+
+if TYPE_CHECKING:
+    from launcher.control import Control
+
+TICK = 0.25
+BEAT = 1.0
+# torchrun sends SIGTERM to the others when one rank fails: evidence of that has this long to show itself.
+EVIDENCE_SECONDS = 1.0
+# After a failure anywhere the main thread has this long to end by itself.
+LAST_SECONDS = 3.0
+# After its goodbye a rank has this long to tear down; Inductor's worker pool can hang there (pytorch issue #162199).
+LEAVE_SECONDS = 10.0
+STORE_LOST_SECONDS = 5.0
+
+
+@dataclass
+class Watchdog:
+    """Runs in its own thread from `start` to `close`."""
+
+    control: Control
+    me: Member
+    world_size: int
+    state: RankState
+    inbox: SignalInbox
+    limits: Limits
+    run_dir: Path
+    log: IO[str]
+    option_of: Callable[[str], str]
+    _closing: bool = False
+    _stop_since: float | None = None
+    _failed_since: float | None = None
+    _first_signal: float | None = None
+    _wish: tuple[ExitCode, float] | None = None
+    _missing_at_signal: int = 0
+    _store_ok: float = 0.0
+    _last_beat: float = 0.0
+    _sequence: int = 0
+    _main: int = field(default_factory=threading.get_ident)
+
+    def start(self) -> None:
+        self.peers = PeerTable(self.me, self.world_size)
+        self._store_ok = time.monotonic()
+        self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
+        self._thread.start()
+
+    @property
+    def has_wish(self) -> bool:
+        """Whether a stop signal came whose meaning is not yet decided."""
+        return self._wish is not None
+
+    def close(self) -> None:
+        """End the thread; waits for it at most a few ticks."""
+        self._closing = True
+        self._thread.join(timeout=4 * TICK)
+
+    def _run(self) -> None:
+        try:
+            while not self._closing:
+                self._tick(time.monotonic())
+                select.select([self.inbox.descriptor, *self.peers.descriptors()], [], [], TICK)
+        except BaseException as error:  # a rank without a watchdog could hang for ever
+            self._say(f"the watchdog failed:\n{traceback.format_exc()}")
+            failure = self._own_failure(ExitCode.UNCLASSIFIED, type(error).__name__, f"the watchdog failed: {error}")
+            self._last_word(failure)
+        finally:
+            self.peers.close()
+
+    def _tick(self, now: float) -> None:
+        self._read_signals(now)
+        try:
+            self._read_messages()
+            self._check_deadline(now)
+            self._beat(now)
+            self._check_peers(now)
+            self._decide_stop(now)
+            self._store_ok = now
+        except (RuntimeError, OSError) as error:
+            self._on_store_error(error, now)
+        self._enforce(now)
+
+    # Signals
+
+    def _read_signals(self, now: float) -> None:
+        for number in self.inbox.drain():
+            if self.state.failure or self.state.left:
+                continue
+            if self._first_signal is None:
+                self._first_signal = now
+                self._on_first_signal(number, now)
+            elif now - self._first_signal > SAME_WISH_SECONDS:
+                self._say(f"second signal ({number.name}): leaving at once")
+                self._leave_stopped(", left at once after a second signal")
+
+    def _on_first_signal(self, number: int, now: float) -> None:
+        code = STOP_SIGNALS[signal.Signals(number)]
+        self._say(f"{signal.Signals(number).name} in phase {self.state.phase.name} at step {self.state.step}")
+        doubtful = number == signal.SIGTERM
+        self._wish = (code, now + EVIDENCE_SECONDS if doubtful else now)
+        local = int(os.environ.get("LOCAL_WORLD_SIZE", 0))
+        self._missing_at_signal = missing_siblings(local) if doubtful and local else 0
+
+    def _decide_stop(self, now: float) -> None:
+        """A SIGTERM counts as the user's wish once no sign of a failed peer has come for a moment."""
+        if self._wish is None or now < self._wish[1] or self.state.failure:
+            return
+        code, _ = self._wish
+        unexplained = self._missing_at_signal - self.peers.count_left_on_node(self.control)
+        if unexplained > 0:
+            reason = f"{unexplained} rank(s) of this node ended before they reported -> see their logs"
+            self._publish(self._own_failure(ExitCode.RETRY, "PeerLost", reason))
+        else:
+            self.control.claim(STOP_KEY, {"code": int(code), "rank": self.me.rank})
+            self.state.stop = code
+        self._wish = None
+
+    # Messages of others
+
+    def _read_messages(self) -> None:
+        if self.state.failure is None:
+            self.state.failure = known_failure(self.control)
+        if self.state.stop is None and (wish := self.control.claimed(STOP_KEY)) is not None:
+            self.state.stop = ExitCode(wish["code"])
+
+    # Own deadline and heartbeat
+
+    def _check_deadline(self, now: float) -> None:
+        if self.state.failure or self.state.left:
+            return
+        for phase in list(self.state.phases):
+            if now - phase.started > phase.timeout:
+                self._on_deadline(phase)
+                return
+
+    def _on_deadline(self, phase: Phase) -> None:
+        self._dump(f"phase {phase.name} took longer than {phase.timeout:.0f} s")
+        beats = self.peers.beats(self.control)
+        own = self._own_beat(phase)
+        for beat in [own, *beats]:
+            self._say(f"  {beat}")
+        culprit = blame(own, beats)
+        waiting = f", waiting for {self.state.waiting_for}" if culprit is own and self.state.waiting_for else ""
+        reason = f"phase {phase.name} took longer than {phase.timeout:.0f} s{waiting}"
+        if culprit is not own:
+            reason += f" on rank {self.me.rank} {self.me.role}, which waits; rank {culprit.rank} keeps it waiting"
+        reason += f" -> see the stacks in its log; if it is only slow, raise {self.option_of(phase.name)}"
+        where = self.peers.member(culprit.rank)
+        self._publish(
+            Failure(
+                where.rank, where.role, culprit.phase, culprit.step, ExitCode.RETRY, "DeadlineError", reason, where.log
+            )
+        )
+
+    def _own_beat(self, phase: Phase) -> Beat:
+        waiting = self.state.waiting_for is not None or is_in_collective(threading.get_ident())
+        seconds = time.monotonic() - phase.started
+        return Beat(self.me.rank, self.me.role, self._sequence, phase.name, self.state.step, waiting, seconds)
+
+    def _beat(self, now: float) -> None:
+        if now - self._last_beat < BEAT:
+            return
+        self._last_beat = now
+        self._sequence += 1
+        self.control.set(f"beat/{self.me.rank}", vars(self._own_beat(self.state.phase)))
+        # A C thread: it shows the stack of whatever keeps the GIL, which no Python thread could.
+        faulthandler.dump_traceback_later(0.8 * self.limits.heartbeat, file=self.log)
+
+    # Peers
+
+    def _check_peers(self, now: float) -> None:
+        if self.state.failure or self.state.left:
+            return
+        self.peers.refresh(self.control, now)
+        lost = self.peers.find_gone(self.control) or self.peers.find_silent(self.control, now, self.limits.heartbeat)
+        if lost is None:
+            return
+        self._publish(lost.failure)
+        if lost.silent and self.state.failure == lost.failure:
+            # It cannot leave by itself, and torchrun would wait 30 s before it kills it.
+            lost.member.kill()
+
+    # The end
+
+    def _publish(self, failure: Failure) -> None:
+        self.state.failure = publish_failure(self.control, failure, self.run_dir)
+
+    def _own_failure(self, code: ExitCode, error: str, reason: str) -> Failure:
+        state = self.state
+        return Failure(self.me.rank, self.me.role, state.phase.name, state.step, code, error, reason, self.me.log)
+
+    def _on_store_error(self, error: Exception, now: float) -> None:
+        if self.state.left or self._closing or now - self._store_ok < STORE_LOST_SECONDS:
+            return
+        reason = f"no contact with torchrun's store for {STORE_LOST_SECONDS:.0f} s: {error}"
+        self._last_word(self._own_failure(ExitCode.RETRY, type(error).__name__, reason))
+
+    def _enforce(self, now: float) -> None:
+        state = self.state
+        if state.leaving is not None:
+            if now - state.leaving[1] > LEAVE_SECONDS:
+                self._dump("ending this rank, it said goodbye and is still here")
+                os._exit(process_code(state.leaving[0]))
+        elif state.failure is not None:
+            self._failed_since = self._failed_since or now
+            if now - self._failed_since > LAST_SECONDS:
+                self._dump(f"ending this rank, it is stuck after: {state.failure}")
+                self._exit(ExitCode(state.failure.code), "failed")
+        elif state.stop is not None:
+            self._stop_since = self._stop_since or now
+            if now - self._stop_since > self.limits.grace:
+                self._dump(f"ending this rank, runtime.grace of {self.limits.grace:.0f} s is over")
+                self._leave_stopped(f", before it could save: runtime.grace of {self.limits.grace:.0f} s was over")
+
+    def _leave_stopped(self, note: str) -> None:
+        code = self.state.stop or (self._wish[0] if self._wish else ExitCode.TERMINATED)
+        report(stopped_status(code, self.state.phase.name, self.state.step, self.run_dir, note), self.run_dir)
+        self._exit(code, "stopped")
+
+    def _last_word(self, failure: Failure) -> None:
+        """End this rank without the store: say it in the log, then leave."""
+        self._say(str(failure))
+        self.state.failure = failure
+        os._exit(failure.code)
+
+    def _exit(self, code: ExitCode, how: Leaving) -> None:
+        try:
+            self.control.set(f"left/{self.me.rank}", how)
+        except (RuntimeError, OSError) as error:
+            self._say(f"could not say goodbye: {error}")
+        sys.stdout.flush()
+        os._exit(process_code(code))
+
+    def _dump(self, why: str) -> None:
+        dump_stacks(self.log, why, Path(self.me.log).parent / "traces", self.me.rank)
+
+    def _say(self, text: str) -> None:
+        self.log.write(f"[watchdog] {text}\n")
+        self.log.flush()
