@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from launcher import __version__
-from launcher.config import Config, load_toml, merge, preset_names, PRESETS, validate
+from launcher.config import PRESETS, Config, load_toml, merge, preset_names, validate
 from launcher.config_errors import admits_none, did_you_mean, walk_fields
 from launcher.errors import ConfigError, UserError
 
@@ -57,7 +57,7 @@ class Command:
     name: str
     args: list[str] = field(default_factory=list)
     config: Config = field(default_factory=Config)
-    preset: str = "demo"
+    config_file: Path | None = None
     nproc: int | None = None
     print_config: bool = False
     strict_environment: bool = False
@@ -86,7 +86,14 @@ def parse(argv: list[str]) -> Command:
     if problems:
         raise ConfigError(problems)
     return Command(
-        "train", argv, config, flags.preset, flags.nproc, flags.print_config, flags.strict_environment, flags.max_restarts
+        "train",
+        argv,
+        config,
+        flags.config,
+        flags.nproc,
+        flags.print_config,
+        flags.strict_environment,
+        flags.max_restarts,
     )
 
 
@@ -150,8 +157,8 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"dflash-launcher {__version__}")
-    parser.add_argument("--preset", default="demo", help=f"one of {', '.join(preset_names())} (default: demo)")
-    parser.add_argument("--config", type=Path, help="TOML file on top of the preset")
+    parser.add_argument("--preset", help=f"one of {', '.join(preset_names())} (default without --config: demo)")
+    parser.add_argument("--config", type=Path, help="TOML file, on top of the preset where one is named")
     parser.add_argument("--nproc", type=int, help="ranks on this node (default: one per GPU, 8 on CPU)")
     parser.add_argument("--print-config", action="store_true", help="print the merged config and leave")
     parser.add_argument("--strict-environment", action="store_true", help="refuse a changed build instead of warning")
@@ -173,10 +180,11 @@ def _options_help() -> str:
 def _base_values(flags: argparse.Namespace, problems: list[str]) -> dict[str, Any]:
     values: dict[str, Any] = {}
     try:
-        if flags.preset not in preset_names():
-            problems.append(f"--preset: no preset {flags.preset}{did_you_mean(flags.preset, preset_names())}")
-        else:
-            values = load_toml(PRESETS / f"{flags.preset}.toml", "--preset")
+        preset = flags.preset or ("demo" if flags.config is None else None)
+        if preset is not None and preset not in preset_names():
+            problems.append(f"--preset: no preset {preset}{did_you_mean(preset, preset_names())}")
+        elif preset is not None:
+            values = load_toml(PRESETS / f"{preset}.toml", "--preset")
         if flags.config:
             values = merge(values, load_toml(flags.config.expanduser(), "--config"))
     except UserError as error:

@@ -27,7 +27,7 @@ def admits_none(field: FieldInfo) -> bool:
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """'; did you mean ...?' with the nearest known words, or nothing.
 
-    A dotted key is compared whole, then by its last part, so that `trian.lr` and `train.learning_rate` both find theirs.
+    A dotted key is compared whole, then by its last part: `trian.lr` and `train.learning_rate` both find theirs.
     """
     known = list(known)
     near = difflib.get_close_matches(word, known, n=2, cutoff=0.6)
@@ -40,7 +40,7 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 def describe_problems(error: ValidationError, model: type[BaseModel]) -> list[str]:
     """One line per problem of a pydantic error."""
     known = [key for key, _ in walk_fields(model)]
-    sections = [name for name, field in model.model_fields.items() if f"{name}" not in known]
+    sections = [name for name, field in model.model_fields.items() if name not in known]
     lines = []
     for problem in error.errors():
         key = ".".join(str(part) for part in problem["loc"])

@@ -22,9 +22,7 @@ class Control:
     def __init__(self, host: str, port: int, prefix: str, serve: bool = False, timeout: float = 60.0) -> None:
         self._address = (host, port, prefix)
         self._timeout = timeout
-        self.server = TCPStore(
-            host, port, is_master=serve, wait_for_workers=False, timeout=timedelta(seconds=timeout)
-        )
+        self.server = TCPStore(host, port, is_master=serve, wait_for_workers=False, timeout=timedelta(seconds=timeout))
         self._store = PrefixStore(prefix, self.server)
 
     def clone(self) -> Control:

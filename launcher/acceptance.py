@@ -1,0 +1,124 @@
+"""Acceptance length by real speculative decoding: drafters export, targets decode held-out prompts with the export.
+
+What is evaluated is the exported file itself, so a wrong tensor name or dtype shows here and not in a serving engine.
+Each target decodes its share of the prompts; the full target is loaded for that time only.
+"""
+
+from __future__ import annotations
+
+import gc
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from launcher.config import EvalConfig
+from launcher.drafter_step import DrafterStep
+from launcher.rank import Models, Rank, user_input
+from launcher.schedule import Schedule, is_due
+from models.decode import speculative_generate
+from models.export import export_drafter, load_drafter
+from models.target import load_full_target
+from models.target_ends import load_frozen_ends
+
+
+@dataclass(frozen=True)
+class Acceptance:
+    """Tokens gained per target step, the bonus token included, over all held-out prompts."""
+
+    length: float
+    target_steps: int
+    tokens: int
+    prompts: int
+
+
+def evaluation_steps(config: EvalConfig, schedule: Schedule) -> set[int]:
+    """Finished-step counts after which acceptance is measured: before training, every `eval.every`, and at the end."""
+    if not config.prompts:
+        return set()
+    last = schedule.last_step
+    first = {0} if schedule.start_step == 0 else set()
+    return first | {step for step in range(schedule.start_step + 1, last + 1) if is_due(step, config.every, last)}
+
+
+def export_folder(rank: Rank, step: int) -> Path:
+    return rank.config.runtime.run_dir / "export" / f"step-{step}"
+
+
+def request_evaluation(rank: Rank, step: int, drafter_step: DrafterStep) -> Acceptance | None:
+    """Drafters: export the weights, wait for the targets' results. None when a stop was asked for meanwhile."""
+    timeout = rank.config.runtime.eval_timeout
+    weights = full_weights(drafter_step)
+    if rank.leads_drafters:
+        folder = export_folder(rank, step)
+        shutil.rmtree(folder, ignore_errors=True)
+        export_drafter(weights, drafter_step.drafter.config, folder)
+        rank.control.set(f"eval/{step}", str(folder))
+    keys = [f"eval/{step}/{target}" for target in range(rank.topology.target_count)]
+    rank.lifecycle.wait_until(
+        lambda: rank.control.has(*keys) or rank.lifecycle.stop_code is not None,
+        f"targets to decode the held-out prompts of step {step}",
+        timeout,
+        0.05,
+    )
+    if rank.lifecycle.stop_code is not None:
+        return None
+    accepted = [gained for key in keys for prompt in rank.control.get(key) for gained in prompt]
+    prompts = sum(len(rank.control.get(key)) for key in keys)
+    return Acceptance(sum(accepted) / max(1, len(accepted)), len(accepted), sum(accepted), prompts)
+
+
+def answer_evaluation(rank: Rank, step: int, models: Models, prompts: list[list[int]]) -> None:
+    """Targets: decode this target's share of the prompts with the exported drafter of `step`."""
+    timeout = rank.config.runtime.eval_timeout
+    with rank.lifecycle.phase("eval", timeout, defer_stop=True):
+        ended = lambda: rank.control.has("ended") or rank.lifecycle.stop_code is not None  # noqa: E731
+        rank.lifecycle.wait_until(
+            lambda: rank.control.has(f"eval/{step}") or ended(), f"the drafter's export of step {step}", timeout, 0.05
+        )
+        if ended():
+            return
+        share = prompts[rank.role.index :: rank.topology.target_count]
+        folder = Path(rank.control.get(f"eval/{step}"))
+        rank.control.set(f"eval/{step}/{rank.role.index}", decode_prompts(rank, folder, models, share))
+
+
+def decode_prompts(rank: Rank, export: Path, models: Models, prompts: list[list[int]]) -> list[list[int]]:
+    """Tokens gained per target step, for each prompt."""
+    config, device, dtype = rank.config, rank.torch_device, models.layout.dtype
+    if not prompts:
+        return []
+    model = user_input(lambda: load_full_target(models.folder, dtype, device, config.target.trust_remote_code))
+    ends = user_input(lambda: load_frozen_ends(models.folder, dtype, device, config.target.trust_remote_code))
+    drafter = load_drafter(export, dtype, device)
+    accepted = []
+    for prompt in prompts:
+        if rank.lifecycle.stop_code is not None:
+            break
+        rank.lifecycle.check()
+        result = speculative_generate(model, drafter, ends, prompt, config.eval.max_new_tokens, stop_ids(models, model))
+        accepted.append(result.accepted)
+    del model, drafter, ends
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    return accepted
+
+
+def stop_ids(models: Models, model: Any) -> list[int]:
+    """Tokens that end an answer: the model's own and the tokenizer's."""
+    own = getattr(model.generation_config, "eos_token_id", None)
+    listed = own if isinstance(own, list) else [own]
+    return sorted({token for token in [*listed, models.tokenizer.eos_token_id] if token is not None})
+
+
+def full_weights(drafter_step: DrafterStep) -> dict[str, torch.Tensor]:
+    """The drafter's weights, whole, on the host; every drafter rank takes part in gathering them."""
+    weights = {}
+    for name, weight in drafter_step.drafter.state_dict().items():
+        whole = weight.full_tensor() if isinstance(weight, DTensor) else weight
+        weights[name] = whole.detach().to("cpu", torch.bfloat16)
+    return weights

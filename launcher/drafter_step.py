@@ -1,0 +1,238 @@
+"""One optimizer step of the drafter: accumulate micro-batches, then update. The gate, training and the bench run this.
+
+FSDP2 holds float32 master shards and gathers them in the compute precision. The loss is a sum; the gradient is divided
+by the sum of weights over all ranks and micro-batches inside the fused AdamW kernel, together with clipping, so that
+normalisation is global (SpecForge #731) and costs no pass over the gradients. Nothing here waits for the device.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from launcher.config import TrainConfig
+from models.dflash import DFlashDrafter
+from models.draft_step import DraftForward, LossSums, RowBatch
+
+DTYPES = {"bf16": torch.bfloat16, "float32": torch.float32}
+
+
+def learning_rate(step: int, total: int, config: TrainConfig) -> float:
+    """Learning rate of 0-based `step` of `total`: linear warm-up, then cosine, WSD (decay over the last 20 %) or flat."""
+    warmup = max(1, round(config.warmup_ratio * total))
+    floor = config.min_lr_ratio
+    if step < warmup:
+        return config.lr * (step + 1) / warmup
+    share = (step - warmup) / max(1, total - warmup)
+    if config.schedule == "cosine":
+        return config.lr * (floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * share)))
+    if config.schedule == "wsd":
+        return config.lr * (1 - (1 - floor) * max(0.0, (share - 0.8) / 0.2))
+    return config.lr
+
+
+def shard_drafter(drafter: DFlashDrafter, mesh: DeviceMesh, precision: str) -> None:
+    """Wrap layer by layer, in place. Gathered layers stay whole until the update: a drafter is small."""
+    # Inputs are not cast: rotary tables stay float32 (a bf16 phase drifts with position).
+    policy = MixedPrecisionPolicy(DTYPES[precision], torch.float32, cast_forward_inputs=False)
+    for module in [*drafter.layers, drafter]:
+        fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+        assert isinstance(module, FSDPModule)
+        module.set_gradient_divide_factor(1.0)  # gradients are summed; the update divides by the weight
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """Numbers of one step, summed over ranks and micro-batches, still on the device until `read()`."""
+
+    step: int
+    lr: float
+    values: Tensor
+    block_size: int
+    copied: torch.cuda.Event | None
+
+    def read(self) -> dict[str, Any]:
+        """Metrics as plain numbers; waits for this step's copy only.
+
+        accuracy is per offset 1..B-1; acceptance_length is the mean of leading matches + 1 over blocks.
+        """
+        if self.copied is not None:
+            self.copied.synchronize()
+        loss, weight, accepted, blocks, norm, *rest = self.values.tolist()
+        correct, count = rest[: self.block_size], rest[self.block_size :]
+        return {
+            "loss": loss / max(weight, 1e-9),
+            "acceptance_length": accepted / max(blocks, 1.0),
+            "accuracy": [round(c / max(n, 1.0), 5) for c, n in zip(correct[1:], count[1:], strict=True)],
+            "lr": self.lr,
+            "grad_norm": norm,
+            "blocks": int(blocks),
+            "supervised_tokens": int(sum(count)),
+            "finite": math.isfinite(norm),
+        }
+
+
+class DrafterStep:
+    """The drafter of one rank with its optimizer.
+
+    Args:
+        drafter: not yet sharded; its layers are compiled already.
+        make_forward: builds the forward of one micro-batch over the (sharded) drafter.
+        mesh: one dimension, the ranks that train together.
+        total_steps: length of the learning rate schedule.
+    """
+
+    def __init__(
+        self,
+        drafter: DFlashDrafter,
+        make_forward: Callable[[DFlashDrafter], DraftForward],
+        mesh: DeviceMesh,
+        config: TrainConfig,
+        total_steps: int,
+    ) -> None:
+        self.drafter, self._config, self._total = drafter, config, total_steps
+        self.precision = config.precision
+        self._group = mesh.get_group()
+        shard_drafter(drafter, mesh, config.precision)
+        self.forward = make_forward(drafter)
+        self._optimizer = LocalAdamW(drafter, config)
+        self._sums: Tensor | None = None
+        # Keeps summed gradients near the size of averaged ones, whatever the number of blocks.
+        self._scale = 1.0 / (config.anchors * (drafter.config.block_size - 1))
+
+    def accumulate(self, batch: RowBatch, last: bool) -> None:
+        """Forward and backward of one micro-batch; gradients are reduced over the ranks with the `last` one."""
+        assert isinstance(self.drafter, FSDPModule)
+        self.drafter.set_requires_gradient_sync(last)
+        sums = self.forward(batch)
+        (sums.loss * self._scale).backward()
+        packed = pack_sums(sums)
+        self._sums = packed if self._sums is None else self._sums + packed
+
+    def update(self, step: int) -> StepResult:
+        """Divide, clip and apply the accumulated gradient. A non-finite one changes nothing on any rank."""
+        assert self._sums is not None, "update without a micro-batch"
+        sums, self._sums = self._sums, None
+        dist.all_reduce(sums, group=self._group)
+        lr = learning_rate(step, self._total, self._config)
+        norm = self._optimizer.step(lr, weight=sums[1] * self._scale, clip_norm=self._config.clip_norm)
+        values = torch.cat([sums[:4], norm[None], sums[4:]])
+        block_size = self.drafter.config.block_size
+        if values.device.type != "cuda":
+            return StepResult(step, lr, values, block_size, None)
+        host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+        host.copy_(values, non_blocking=True)
+        return StepResult(step, lr, host, block_size, torch.cuda.current_stream().record_event())
+
+    def parameter_bytes(self) -> int:
+        """Bytes that a step adds for gathered weights and float32 gradients, beside the activations."""
+        count = sum(param.numel() for param in self.drafter.parameters())
+        return count * (2 * DTYPES[self.precision].itemsize + 4)
+
+    def state(self) -> dict[str, Any]:
+        """Master weights and moments as tensors that a distributed checkpoint can reshard."""
+        return {"model": self.drafter.state_dict(), "optimizer": self._optimizer.state()}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Take over what a checkpoint loaded into `state()`'s tensors."""
+        self.drafter.load_state_dict(state["model"])
+        self._optimizer.load_state(state["optimizer"])
+
+
+def pack_sums(sums: LossSums) -> Tensor:
+    """float32 [4 + 2B]: loss, weight, accepted, blocks, correct per offset, count per offset."""
+    scalars = [sums.loss.detach(), sums.weight, sums.accepted, sums.blocks]
+    return torch.cat(
+        [torch.stack([scalar.float() for scalar in scalars]), sums.correct_B.float(), sums.count_B.float()]
+    )
+
+
+class LocalAdamW:
+    """Fused AdamW over this rank's shards as plain tensors.
+
+    The fused kernel divides by `grad_scale` and skips the update where `found_inf` is set, so that normalisation,
+    clipping and the vote against bad numbers need no extra pass and no wait for the device.
+    """
+
+    def __init__(self, drafter: nn.Module, config: TrainConfig) -> None:
+        self._params: dict[str, nn.Parameter] = dict(drafter.named_parameters())
+        self._local = {name: nn.Parameter(_local(param)) for name, param in self._params.items()}
+        self._adamw = torch.optim.AdamW(
+            list(self._local.values()), lr=config.lr, betas=config.betas, weight_decay=config.weight_decay, fused=True
+        )
+        self._group = _mesh_group(next(iter(self._params.values())))
+
+    def step(self, lr: float, weight: Tensor, clip_norm: float) -> Tensor:
+        """Apply gradient / weight, clipped to `clip_norm`; returns the norm before clipping, a scalar on the device."""
+        grads = []
+        for name, param in self._params.items():
+            assert param.grad is not None, f"{name} got no gradient"
+            grad = _local(param.grad)
+            self._local[name].grad = grad
+            grads.append(grad)
+        norm = self._total_norm(grads) / weight
+        found_inf = (~torch.isfinite(norm)).float()
+        self._adamw.param_groups[0]["lr"] = lr
+        self._adamw.found_inf = found_inf
+        self._adamw.grad_scale = torch.nan_to_num(weight * (norm / clip_norm).clamp(min=1.0), nan=1.0, posinf=1.0)
+        self._adamw.step()
+        for name, param in self._params.items():
+            param.grad = self._local[name].grad = None
+        return norm
+
+    def _total_norm(self, grads: list[Tensor]) -> Tensor:
+        square = torch.stack(torch._foreach_norm(grads)).square().sum()
+        dist.all_reduce(square, group=self._group)
+        return square.sqrt()
+
+    def state(self) -> dict[str, Any]:
+        """Moments by parameter name, sharded as the parameters are; the step counts as plain tensors."""
+        state: dict[str, Any] = {}
+        for name, param in self._params.items():
+            own = self._adamw.state.get(self._local[name]) or self._empty_state(name)
+            state[f"{name}.step"] = own["step"].cpu()
+            for moment in ("exp_avg", "exp_avg_sq"):
+                state[f"{name}.{moment}"] = _like(own[moment], param)
+        return state
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        for name in self._params:
+            own = self._adamw.state.get(self._local[name]) or self._empty_state(name)
+            own["step"].copy_(state[f"{name}.step"])
+            for moment in ("exp_avg", "exp_avg_sq"):
+                own[moment].copy_(_local(state[f"{name}.{moment}"]))
+
+    def _empty_state(self, name: str) -> dict[str, Tensor]:
+        local = self._local[name]
+        self._adamw.state[local] = {
+            "step": torch.zeros((), device=local.device),
+            "exp_avg": torch.zeros_like(local),
+            "exp_avg_sq": torch.zeros_like(local),
+        }
+        return self._adamw.state[local]
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).detach()
+
+
+def _like(local: Tensor, param: nn.Parameter) -> Tensor:
+    """`local` as the shard of a tensor that is laid out like `param`."""
+    if not isinstance(param, DTensor):
+        return local
+    return DTensor.from_local(
+        local, param.device_mesh, param.placements, run_check=False, shape=param.shape, stride=param.stride()
+    )
+
+
+def _mesh_group(param: nn.Parameter) -> dist.ProcessGroup | None:
+    return param.device_mesh.get_group() if isinstance(param, DTensor) else None

@@ -1,0 +1,93 @@
+"""What a rank says: its own log file, and the lines that the user sees.
+
+A rank's stdout and stderr, native output included, go to its log file. The console, kept aside, gets what is announced
+and every warning or error, marked with the rank that it comes from.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import time
+from pathlib import Path
+
+from rich.console import Console
+from rich.text import Text
+
+from launcher.topology import Role
+
+log = logging.getLogger("launcher")
+_STYLES = {logging.WARNING: "yellow", logging.ERROR: "bold red"}
+
+
+class _ConsoleHandler(logging.Handler):
+    """Announced lines as they are; warnings and errors with the rank in front."""
+
+    def __init__(self, console: Console, role: Role) -> None:
+        super().__init__()
+        self._console, self._role = console, role
+
+    def emit(self, record: logging.LogRecord) -> None:
+        announced = getattr(record, "announce", False)
+        if announced or record.levelno >= logging.WARNING:
+            prefix = "" if announced else f"[{self._role}] "
+            style = _STYLES.get(record.levelno, "")
+            self._console.print(Text(prefix + record.getMessage(), style=style), soft_wrap=True)
+
+
+class Journal:
+    """The log of one rank. `speaks` is true for the one rank whose progress lines reach the console."""
+
+    def __init__(self, role: Role, log_path: Path, speaks: bool) -> None:
+        self.path, self.speaks = log_path, speaks
+        log_path.parent.mkdir(parents=True, exist_ok=True)
+        terminal = os.fdopen(os.dup(1), "w", buffering=1)
+        self.console = Console(file=terminal, highlight=False)
+        self._redirect(log_path)
+        file_handler = logging.StreamHandler(sys.stderr)
+        file_handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+        root = logging.getLogger()
+        root.handlers = [file_handler, _ConsoleHandler(self.console, role)]
+        root.setLevel(logging.INFO)
+        logging.captureWarnings(True)
+        # Library warnings stay in the rank's file: the console speaks of this run alone.
+        for handler in root.handlers[1:]:
+            handler.addFilter(lambda record: record.name.startswith("launcher"))
+
+    def announce(self, text: str, every_rank: bool = False) -> None:
+        """A line for the console if this rank speaks (or `every_rank` may); always in the log file."""
+        log.info(text, extra={"announce": self.speaks or every_rank})
+
+    @staticmethod
+    def _redirect(log_path: Path) -> None:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        file = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        os.dup2(file, 1)
+        os.dup2(file, 2)
+        os.close(file)
+
+
+class Progress:
+    """One line per `every` steps: step, loss, acceptance length, rates, memory, wait, time left."""
+
+    def __init__(self, first_step: int, last_step: int) -> None:
+        self._first, self._last, self._start = first_step, last_step, time.monotonic()
+
+    def line(self, step: int, metrics: dict[str, float]) -> str:
+        done = max(1, step - self._first)
+        left = (time.monotonic() - self._start) / done * (self._last - step)
+        memory = metrics.get("peak_memory_gb", 0.0)
+        return (
+            f"step {step}/{self._last}  loss {metrics['loss']:.3f}  acceptance {metrics['acceptance_length']:.2f}"
+            f"  lr {metrics['lr']:.2e}  {metrics['tokens_per_s']:,.0f} tok/s  {metrics['rows_per_s']:.2f} rows/s"
+            f"  wait {metrics['data_wait']:.0%}  {memory:.1f} GB  ETA {clock(left)}"
+        )
+
+
+def clock(seconds: float) -> str:
+    """Seconds as m:ss or h:mm:ss."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

@@ -1,0 +1,43 @@
+"""Train DFlash drafters: every target and every drafter is its own rank.
+
+torchrun --standalone --nproc_per_node=8 launcher/main.py [--dry-run] [flags]
+./launch.sh [flags]
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+# torchrun puts launcher/ first on the path; the packages lie beside it.
+sys.path[0] = str(Path(__file__).resolve().parent.parent)
+
+from launcher.cli import parse  # noqa: E402
+from launcher.errors import LauncherError  # noqa: E402
+
+
+def main(argv: list[str]) -> int:
+    """Read the command line; then be one rank, the parent of all ranks, or a command."""
+    is_rank = "RANK" in os.environ
+    try:
+        command = parse(argv)
+        if is_rank:
+            from launcher.worker import run_rank
+
+            run_rank(command)
+        if command.name == "train":
+            from launcher.supervisor import supervise
+
+            return supervise(command)
+        from launcher.commands import run_command
+
+        return run_command(command)
+    except LauncherError as error:
+        from launcher.worker import refuse
+
+        refuse(error, speaks=os.environ.get("LOCAL_RANK", "0") == "0")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

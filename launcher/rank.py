@@ -1,0 +1,120 @@
+"""What every rank holds while it runs, and the agreements that all roles share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from launcher.config import Config
+from launcher.control import Control
+from launcher.drafter_step import DTYPES
+from launcher.errors import UserError
+from launcher.journal import Journal
+from launcher.lifecycle import Lifecycle
+from launcher.memory import MemoryWatcher
+from launcher.runtime import Device, Groups, RankEnv
+from launcher.schedule import Schedule
+from launcher.topology import Role, Topology
+from launcher.transfer import RowLayout
+from models.dflash import DFlashConfig, default_layer_ids
+from models.target import load_config
+from models.target_ends import default_mask_token_id
+from models.target_files import load_tokenizer, resolve_target
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Rank:
+    """One rank of a run: who it is, and its links to the others."""
+
+    config: Config
+    env: RankEnv
+    role: Role
+    topology: Topology
+    device: Device
+    attempt_dir: Path
+    control: Control
+    lifecycle: Lifecycle
+    groups: Groups
+    journal: Journal
+    memory: MemoryWatcher
+
+    @property
+    def torch_device(self) -> torch.device:
+        return torch.device(self.device.torch_name)
+
+    @property
+    def leads_node(self) -> bool:
+        """Whether this rank does what one rank per node does, such as building the rows."""
+        return self.role.local_rank == 0
+
+    @property
+    def leads_drafters(self) -> bool:
+        """Whether this rank writes metrics, exports and the compile report."""
+        return self.role.name == "drafter" and self.role.index == 0
+
+    def wait_for(self, key: str, what: str, timeout: float) -> Any:
+        """The value of a control key that another rank sets."""
+        self.lifecycle.wait_until(lambda: self.control.has(key), what, timeout, 0.02)
+        return self.control.get(key)
+
+
+@dataclass(frozen=True)
+class Models:
+    """The target's files and the shapes that follow from them."""
+
+    folder: Path
+    tokenizer: Any
+    drafter: DFlashConfig
+    layout: RowLayout
+
+
+def user_input(make: Callable[[], T]) -> T:
+    """Run `make`; a ValueError of the models package is the user's to mend."""
+    try:
+        return make()
+    except ValueError as error:
+        raise UserError(*str(error).split(" -> ", 1)) from error
+
+
+def describe_models(config: Config) -> Models:
+    """Find the target and derive the drafter's shape and the row's layout, without loading weights.
+
+    Raises:
+        UserError: no such target, or options that do not fit it.
+    """
+    target, drafter = config.target, config.drafter
+    folder = user_input(lambda: resolve_target(target.model, target.revision, target.trust_remote_code))
+    tokenizer = user_input(lambda: load_tokenizer(folder, target.trust_remote_code))
+    hf_config = user_input(lambda: load_config(folder, target.trust_remote_code))
+    mask = drafter.mask_token_id
+    if mask is None:
+        mask = user_input(lambda: default_mask_token_id(hf_config, tokenizer))
+    depth = hf_config.get_text_config(decoder=True).num_hidden_layers
+    shape = user_input(
+        lambda: DFlashConfig.from_target(
+            hf_config,
+            layers=drafter.layers,
+            block_size=drafter.block_size,
+            mask_token_id=mask,
+            layer_ids=target.layer_ids or default_layer_ids(depth, drafter.layers),
+        )
+    )
+    width = len(shape.target_layer_ids) * shape.hidden_size
+    layout = RowLayout(config.data.row_length, width, getattr(torch, target.dtype))
+    return Models(folder, tokenizer, shape, layout)
+
+
+def compute_dtype(config: Config) -> torch.dtype:
+    return DTYPES[config.train.precision]
+
+
+def agree_schedule(rank: Rank) -> Schedule:
+    """The schedule that the first drafter published once it knew rows and checkpoint."""
+    start = rank.wait_for("schedule", "the first drafter to publish the schedule", rank.config.runtime.load_timeout)
+    return Schedule(rank.topology, rank.config.train.accumulation, **start)

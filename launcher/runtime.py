@@ -1,0 +1,208 @@
+"""The one place for environment variables, devices, process groups, timeouts and their teardown.
+
+`prepare_environment` runs before torch is imported: it masks every rank to its own GPU, so that each sees it as
+`cuda:0` and Inductor's cache, keyed by device index, serves all of them.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import MutableMapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from launcher.config import Config
+from launcher.errors import RetryableError, UserError
+from launcher.topology import Topology
+
+if TYPE_CHECKING:
+    from torch.distributed import DeviceMesh, ProcessGroup
+
+    from launcher.control import Control
+
+
+@dataclass(frozen=True)
+class RankEnv:
+    """What torchrun tells a worker about itself."""
+
+    rank: int
+    local_rank: int
+    world_size: int
+    local_world_size: int
+    master_addr: str
+    master_port: int
+    restart: int
+    agent_store: bool
+
+    @classmethod
+    def read(cls, environ: MutableMapping[str, str] = os.environ) -> RankEnv:
+        return cls(
+            rank=int(environ["RANK"]),
+            local_rank=int(environ["LOCAL_RANK"]),
+            world_size=int(environ["WORLD_SIZE"]),
+            local_world_size=int(environ["LOCAL_WORLD_SIZE"]),
+            master_addr=environ["MASTER_ADDR"],
+            master_port=int(environ["MASTER_PORT"]),
+            restart=int(environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
+            agent_store=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+        )
+
+    @property
+    def nodes(self) -> int:
+        return self.world_size // self.local_world_size
+
+
+@dataclass(frozen=True)
+class Device:
+    """The device of one rank. `uuid` names the GPU for NVML; `shared` is True where several ranks use it."""
+
+    kind: str
+    uuid: str | None = None
+    shared: bool = False
+
+    @property
+    def torch_name(self) -> str:
+        return "cuda:0" if self.kind == "cuda" else "cpu"
+
+
+def gpu_uuids(environ: MutableMapping[str, str] = os.environ) -> list[str]:
+    """UUIDs of the usable GPUs by NVML, in the order of CUDA_VISIBLE_DEVICES where it is set; [] without a driver."""
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+        count = pynvml.nvmlDeviceGetCount()
+        found = [pynvml.nvmlDeviceGetUUID(pynvml.nvmlDeviceGetHandleByIndex(i)) for i in range(count)]
+    except pynvml.NVMLError:
+        return []
+    mask = environ.get("CUDA_VISIBLE_DEVICES")
+    if mask is None:
+        return found
+    named = [word.strip() for word in mask.split(",") if word.strip()]
+    return [uuid for word in named for uuid in _gpus_named(word, found)]
+
+
+def _gpus_named(word: str, found: list[str]) -> list[str]:
+    if word.isdigit():
+        return found[int(word) : int(word) + 1]
+    return [uuid for uuid in found if uuid.startswith(word)]
+
+
+def choose_device(requested: str, share: bool, gpus: list[str], env: RankEnv) -> Device:
+    """The device of this rank.
+
+    Raises:
+        UserError: GPUs asked for but absent, or fewer GPUs than ranks without `runtime.share_gpus`.
+    """
+    if requested == "cpu" or (requested == "auto" and not gpus):
+        return Device("cpu")
+    if not gpus:
+        raise UserError("runtime.device=cuda: NVML finds no GPU", "check the driver with ./launch.sh doctor")
+    if len(gpus) < env.local_world_size and not share:
+        raise UserError(
+            f"{env.local_world_size} ranks on {len(gpus)} GPU{'s' * (len(gpus) != 1)}",
+            f"start {len(gpus)} ranks with --nproc {len(gpus)}, or let ranks share GPUs with --runtime.share_gpus=true",
+        )
+    shared = share and len(gpus) < env.local_world_size
+    return Device("cuda", gpus[env.local_rank % len(gpus)], shared)
+
+
+def prepare_environment(config: Config, env: RankEnv, environ: MutableMapping[str, str] = os.environ) -> Device:
+    """Set every variable that torch, Triton, NCCL and gloo read. Must run before torch is imported."""
+    device = choose_device(config.runtime.device, config.runtime.share_gpus, gpu_uuids(environ), env)
+    environ["CUDA_VISIBLE_DEVICES"] = device.uuid or ""
+    defaults = {
+        "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
+        "TOKENIZERS_PARALLELISM": "false",
+        "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+        # Long rows fragment the allocator late in a run (SpecForge saw OOM from it).
+        "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
+        # A rank compiles alone in its turn; more workers would only fight over cores.
+        "TORCHINDUCTOR_COMPILE_THREADS": "1" if device.kind == "cpu" else str(_compile_threads(env)),
+        # Flight recorder; torch before 2.9 knows only the second name.
+        "TORCH_FR_BUFFER_SIZE": "2000",
+        "TORCH_NCCL_TRACE_BUFFER_SIZE": "2000",
+        "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+    }
+    if env.nodes == 1:
+        defaults["GLOO_SOCKET_IFNAME"] = "lo"
+    for name, value in defaults.items():
+        environ.setdefault(name, value)
+    return device
+
+
+def _compile_threads(env: RankEnv) -> int:
+    return max(1, min(16, (os.cpu_count() or 1) // env.local_world_size * 2))
+
+
+@dataclass(frozen=True)
+class Groups:
+    """Process groups of one rank; a group it does not belong to is None.
+
+    world: gloo, small CPU tensors only. rows: carries feature rows (NCCL, or gloo). drafters: gradients and shards.
+    drafters_control: gloo among the drafters, for votes. solo: this drafter alone, for its turn at the gate.
+    """
+
+    rows: ProcessGroup
+    rows_backend: str
+    drafters: ProcessGroup | None = None
+    drafters_control: ProcessGroup | None = None
+    solo: ProcessGroup | None = None
+
+
+def connect(env: RankEnv, timeout: float) -> Control:
+    """Reach the control store that torchrun's agent serves (rank 0 serves it where the agent does not)."""
+    from launcher.control import Control
+
+    serve = not env.agent_store and env.rank == 0
+    try:
+        return Control(env.master_addr, env.master_port, f"launcher/{env.restart}", serve, timeout)
+    except Exception as error:  # torch raises several types here
+        raise RetryableError(
+            f"cannot reach the control store at {env.master_addr}:{env.master_port}: {error}",
+            "check that the address is this job's and the port is open",
+        ) from error
+
+
+def join_groups(
+    stack: ExitStack, env: RankEnv, device: Device, topology: Topology, control: Control, timeout: float
+) -> Groups:
+    """Create all process groups, in the same order on every rank; the stack tears them down."""
+    import torch.distributed as dist
+
+    limit = timedelta(seconds=timeout)
+    dist.init_process_group(
+        "gloo", store=control.group_store("world"), rank=env.rank, world_size=env.world_size, timeout=limit
+    )
+    stack.callback(dist.destroy_process_group)
+    # NCCL refuses two ranks on one GPU; gloo then carries rows through the host.
+    backend = "nccl" if device.kind == "cuda" and not device.shared else "gloo"
+    ranks = list(topology.drafter_ranks)
+    rows = dist.new_group(backend=backend, timeout=limit)
+    drafters = dist.new_group(ranks, backend=backend, timeout=limit)
+    votes = dist.new_group(ranks, backend="gloo", timeout=limit)
+    if env.rank not in ranks:
+        return Groups(rows, backend)
+    solo = dist.new_group([env.rank], backend=backend, timeout=limit, use_local_synchronization=True)
+    return Groups(rows, backend, drafters, votes, solo)
+
+
+def device_mesh(group: ProcessGroup, device: Device) -> DeviceMesh:
+    """One-dimensional mesh over a group, for FSDP2."""
+    from torch.distributed import DeviceMesh
+
+    return DeviceMesh.from_group(group, device.kind)
+
+
+def set_threads(device: Device, env: RankEnv) -> None:
+    """CPU ranks share the cores evenly, so that eight of them do not thrash."""
+    import torch
+
+    if device.kind == "cpu":
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // env.local_world_size))
+
+
+def describe_device(device: Device) -> dict[str, Any]:
+    return {"kind": device.kind, "uuid": device.uuid, "shared": device.shared}

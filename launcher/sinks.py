@@ -1,0 +1,112 @@
+"""Where metrics go: `metrics.jsonl` always, TensorBoard and Weights & Biases as copies that may fail without harm."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any, Protocol
+
+from launcher.config import Config
+
+log = logging.getLogger("launcher")
+
+
+class Sink(Protocol):
+    """Takes the metrics of one step."""
+
+    def write(self, step: int, metrics: dict[str, Any]) -> None: ...
+    def close(self) -> None: ...
+
+
+class JsonlSink:
+    """One JSON object per line, flushed at once: the record that every other sink can be refilled from."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("a")
+
+    def write(self, step: int, metrics: dict[str, Any]) -> None:
+        self._file.write(json.dumps({"step": step, **metrics}) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class TensorBoardSink:
+    """Scalars under their metric names; per-offset lists as name/offset."""
+
+    def __init__(self, folder: Path) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(str(folder))
+
+    def write(self, step: int, metrics: dict[str, Any]) -> None:
+        for name, value in metrics.items():
+            values = {f"{name}/{i}": v for i, v in enumerate(value)} if isinstance(value, list) else {name: value}
+            for tag, scalar in values.items():
+                if isinstance(scalar, (int, float)):
+                    self._writer.add_scalar(tag, scalar, step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WandbSink:
+    """Weights & Biases, an optional package."""
+
+    def __init__(self, project: str, config: Config) -> None:
+        import wandb
+
+        self._run = wandb.init(project=project, config=config.model_dump(mode="json"), dir=config.runtime.run_dir)
+
+    def write(self, step: int, metrics: dict[str, Any]) -> None:
+        self._run.log(metrics, step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class MetricsWriter:
+    """Fans one step's metrics out. A copy that fails is dropped with one warning; the JSONL file goes on."""
+
+    def __init__(self, config: Config, attempt_dir: Path) -> None:
+        run_dir = config.runtime.run_dir
+        self._record = JsonlSink(run_dir / "metrics.jsonl")
+        self._copies: list[Sink] = []
+        if config.log.tensorboard:
+            self._open("TensorBoard", lambda: TensorBoardSink(run_dir / "tensorboard" / attempt_dir.name))
+        if config.log.wandb:
+            self._open("Weights & Biases", lambda: WandbSink(config.log.wandb or "", config))
+
+    def _open(self, name: str, make: Any) -> None:
+        try:
+            self._copies.append(make())
+        except Exception as error:  # any backend, any error: metrics.jsonl is the record
+            log.warning("%s is off: %s (metrics.jsonl has everything)", name, error)
+
+    def write(self, step: int, metrics: dict[str, Any]) -> None:
+        self._record.write(step, metrics)
+        for sink in list(self._copies):
+            try:
+                sink.write(step, metrics)
+            except Exception as error:  # as above
+                log.warning("%s stopped: %s (metrics.jsonl has everything)", type(sink).__name__, error)
+                self._copies.remove(sink)
+
+    def close(self) -> None:
+        for sink in [self._record, *self._copies]:
+            try:
+                sink.close()
+            except Exception as error:  # a copy that cannot close must not turn a finished run into a failed one
+                log.warning("%s did not close: %s", type(sink).__name__, error)
+
+
+class NoMetrics:
+    """The writer of every rank but one."""
+
+    def write(self, step: int, metrics: dict[str, Any]) -> None:
+        """Nothing to write: another rank does."""
+
+    def close(self) -> None:
+        """Nothing is open."""

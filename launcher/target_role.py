@@ -1,0 +1,119 @@
+"""A target rank: runs the frozen model over packed rows and hands the features to the drafters."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from launcher.acceptance import answer_evaluation, evaluation_steps
+from launcher.barrier import OrderedTurns
+from launcher.data import PackedRows, eval_prompts, prepare_rows, row_order
+from launcher.rank import Models, Rank, agree_schedule, describe_models, user_input
+from launcher.schedule import Schedule
+from launcher.transfer import RowSender, make_transport
+from models.target import TappedTarget, load_tapped_target
+from models.target_files import user_cache
+
+
+def run_target(rank: Rank, drafter_turns: OrderedTurns, target_turns: OrderedTurns) -> None:
+    """Load, pass the gate if compiled, produce this target's rows until the last step, answer evaluations between."""
+    config, runtime = rank.config, rank.config.runtime
+    with rank.lifecycle.phase("load", runtime.load_timeout):
+        models = describe_models(config)
+        rows = open_rows(rank, models)
+        target = user_input(lambda: _load(rank, models))
+        prompts = eval_prompts(config.data, models.tokenizer, config.eval.prompts) if config.eval.prompts else []
+    producer = RowProducer(rank, models, rows, target)
+    if config.target.compile:
+        with target_turns.turn(rank.role.rank) as turn:
+            producer.compile()
+        rank.journal.announce(
+            f"compile target {turn.place + 1}/{turn.count} rank {turn.rank} {turn.seconds:.1f} s", every_rank=True
+        )
+    with rank.lifecycle.phase("gate", drafter_turns.limit):
+        drafter_turns.join()
+    if config.dry_run:
+        return
+    schedule = agree_schedule(rank)
+    evaluations = evaluation_steps(config.eval, schedule)
+    for step in range(schedule.start_step, schedule.last_step + 1):
+        rank.lifecycle.step = step
+        if step in evaluations:
+            producer.drain()
+            answer_evaluation(rank, step, models, prompts)
+        if step == schedule.last_step or not producer.produce(schedule, step):
+            break
+    producer.drain()
+
+
+def open_rows(rank: Rank, models: Models) -> PackedRows:
+    """The packed rows; one rank per node builds them, the others open the finished files."""
+    timeout, key = rank.config.runtime.load_timeout, f"rows/{rank.role.node}"
+    if not rank.leads_node:
+        rank.wait_for(key, "the node's first rank to pack the rows", timeout)
+        return prepare_rows(rank.config.data, models.tokenizer, user_cache())
+    rows = prepare_rows(rank.config.data, models.tokenizer, user_cache())
+    rank.control.set(key, len(rows))
+    return rows
+
+
+def _load(rank: Rank, models: Models) -> TappedTarget:
+    return load_tapped_target(
+        models.folder,
+        models.drafter.target_layer_ids,
+        models.layout.dtype,
+        rank.torch_device,
+        rank.config.target.trust_remote_code,
+    )
+
+
+class RowProducer:
+    """Rows in, features out, up to `topology.rows_in_flight` rows ahead of the drafters."""
+
+    def __init__(self, rank: Rank, models: Models, rows: PackedRows, target: TappedTarget) -> None:
+        self._rank, self._layout, self._rows, self._target = rank, models.layout, rows, target
+        runtime = rank.config.runtime
+        # A drafter that saves, or takes its first step, asks for no rows meanwhile.
+        self._patience = 3 * runtime.step_timeout + runtime.save_timeout
+        transport = make_transport(rank.groups.rows_backend, rank.groups.rows, rank.torch_device, runtime.step_timeout)
+        self._sender = RowSender(
+            models.layout,
+            rank.config.topology.rows_in_flight,
+            rank.torch_device,
+            transport,
+            rank.control,
+            rank.lifecycle,
+        )
+
+    def compile(self) -> None:
+        """Compile the layers by running the first row as training will."""
+        self._target.compile_layers()
+        self._fill(self._layout.buffer(self._rank.torch_device), 0)
+
+    def produce(self, schedule: Schedule, step: int) -> bool:
+        """This target's rows of one step; False when the run stops."""
+        with self._rank.lifecycle.phase("step", self._patience, defer_stop=True):
+            for index, drafter_rank in schedule.of_target(self._rank.role.index, step):
+                buffer = self._sender.slot(self._ended, self._patience)
+                if buffer is None:
+                    return False
+                header = self._fill(buffer, index)
+                self._sender.offer(index, drafter_rank, buffer, header)
+        return True
+
+    def drain(self) -> None:
+        """Wait until the drafters have taken every row."""
+        with self._rank.lifecycle.phase("step", self._patience, defer_stop=True):
+            self._sender.drain(self._ended, self._patience)
+
+    def _fill(self, buffer: Tensor, index: int) -> dict[str, object]:
+        row = self._rows.row(row_order(len(self._rows), self._rank.config.train.seed, index))
+        ints = torch.stack([torch.as_tensor(part) for part in (row.ids, row.doc, row.positions)]).int()
+        self._layout.ints(buffer).copy_(ints, non_blocking=True)
+        self._layout.loss_mask(buffer).copy_(torch.as_tensor(row.loss_mask), non_blocking=True)
+        batch = self._layout.batch(index, buffer)
+        batch.features.copy_(self._target(batch.ids, batch.doc, batch.positions))
+        return self._layout.header(index, row.ids)
+
+    def _ended(self) -> bool:
+        return self._rank.control.has("ended")

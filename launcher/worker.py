@@ -1,0 +1,186 @@
+"""One rank under torchrun, from its first line to its last."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+from launcher.cli import Command
+from launcher.compile_cache import activate
+from launcher.environment import record_environment
+from launcher.errors import LauncherError
+from launcher.fingerprint import Fingerprint, collect
+from launcher.run_folder import ATTEMPT_VARIABLE, lock_run, make_run_dir, open_attempt
+from launcher.runtime import Device, RankEnv, connect, join_groups, prepare_environment, set_threads
+from launcher.signal_inbox import catch_signals
+from launcher.topology import Topology, build_topology, resolve_split
+
+if TYPE_CHECKING:
+    from launcher.control import Control
+    from launcher.journal import Journal
+    from launcher.lifecycle import Lifecycle
+    from launcher.rank import Rank
+
+# How long the ranks that stay quiet about a bad start give the first one to say it.
+QUIET_SECONDS = 5.0
+
+
+@dataclass(frozen=True)
+class Start:
+    """What a rank knows before it joins the others; no torch yet."""
+
+    command: Command
+    env: RankEnv
+    topology: Topology
+    device: Device
+    fingerprint: Fingerprint
+    notices: tuple[str, ...]
+
+
+def run_rank(command: Command) -> NoReturn:
+    """Set this rank up, play its role, and leave with the code that `status.json` gets."""
+    catch_signals()
+    env = RankEnv.read()
+    with ExitStack() as stack:
+        try:
+            start = prepare(stack, command, env)
+            control = connect(env, command.config.runtime.init_timeout)
+            attempt_dir = find_attempt(stack, start, control)
+        except LauncherError as error:
+            refuse(error, speaks=env.local_rank == 0)
+        play(stack, start, control, attempt_dir)
+
+
+def prepare(stack: ExitStack, command: Command, env: RankEnv) -> Start:
+    """Everything that must be settled before torch is imported: roles, device, cache folder, environment."""
+    config, asked = command.config, command.config.topology
+    split = resolve_split(env.local_world_size, asked.targets, asked.drafters, asked.target_tp)
+    device = prepare_environment(config, env)
+    make_run_dir(config.runtime.run_dir)
+    fingerprint = collect()
+    cache = activate(config, fingerprint, os.environ.get("TORCHELASTIC_RUN_ID", "run"))
+    os.environ.update(cache.environment)
+    if env.local_rank == 0:
+        stack.callback(cache.close)
+    return Start(command, env, build_topology(split, env.nodes), device, fingerprint, tuple(cache.notices))
+
+
+def find_attempt(stack: ExitStack, start: Start, control: Control) -> Path:
+    """The folder of this attempt: launch.sh's, or the next one, made by the first rank of the run."""
+    run_dir, config_file = start.command.config.runtime.run_dir, start.command.config_file
+    given = os.environ.get(ATTEMPT_VARIABLE)
+    if start.env.local_rank == 0:
+        try:
+            if given is None:
+                stack.enter_context(lock_run(run_dir))
+            folder = Path(given) if given else open_attempt(run_dir, start.command.config)
+            strict = start.command.strict_environment
+            changes = record_environment(run_dir, folder, start.fingerprint, strict, config_file)
+        except LauncherError:
+            control.set("attempt", None)
+            raise
+        control.set("attempt", {"folder": str(folder), "notices": [*start.notices, *changes]})
+    deadline = time.monotonic() + start.command.config.runtime.init_timeout
+    while not control.has("attempt") and time.monotonic() < deadline:
+        time.sleep(0.02)
+    attempt = control.get("attempt")
+    if attempt is None:
+        raise LauncherError("the first rank did not open the run folder", "see its message")
+    return Path(attempt["folder"])
+
+
+def refuse(error: LauncherError, speaks: bool) -> NoReturn:
+    """Leave before the run began; one rank says why, the others keep quiet until it has."""
+    if speaks:
+        print(error, file=sys.stderr, flush=True)
+    else:
+        time.sleep(QUIET_SECONDS)
+    sys.exit(error.code)
+
+
+def play(stack: ExitStack, start: Start, control: Control, attempt_dir: Path) -> NoReturn:
+    """Join the others, play the role, report the end. From here on every failure reaches every rank."""
+    from launcher.journal import Journal
+    from launcher.lifecycle import Lifecycle
+
+    role, config = start.topology.roles[start.env.rank], start.command.config
+    speaks = role.name == "drafter" and role.index == 0
+    journal = Journal(role, attempt_dir / f"rank_{role.rank}.log", speaks)
+    lifecycle = Lifecycle(
+        control, role, start.topology.world_size, config.runtime.run_dir, journal.path, config.runtime
+    )
+    lifecycle.start()
+    try:
+        rank = join(stack, start, control, attempt_dir, journal, lifecycle)
+        code = lifecycle.finish(play_role(rank))
+    except BaseException as error:  # the one place where a rank's end, whatever it is, becomes a code and a status
+        code = lifecycle.fail(error)
+    lifecycle.leave(code)
+
+
+def join(
+    stack: ExitStack, start: Start, control: Control, attempt_dir: Path, journal: Journal, lifecycle: Lifecycle
+) -> Rank:
+    """Process groups and the memory watcher: what a rank needs beside the others."""
+    from launcher.memory import MemoryWatcher
+    from launcher.rank import Rank
+
+    env, device, topology, runtime = start.env, start.device, start.topology, start.command.config.runtime
+    role = topology.roles[env.rank]
+    for notice in control.get("attempt")["notices"]:
+        journal.announce(notice)
+    journal.announce(f"run folder {runtime.run_dir}, {topology.split} on {device.kind}, logs in {attempt_dir}")
+    with lifecycle.phase("init", runtime.init_timeout):
+        set_threads(device, env)
+        groups = join_groups(stack, env, device, topology, control, runtime.init_timeout)
+    memory = MemoryWatcher(
+        runtime.run_dir / "memory.jsonl",
+        role.rank,
+        device.uuid,
+        runtime.memory_interval,
+        lambda: lifecycle.phase_name,
+    )
+    stack.enter_context(memory)
+    return Rank(
+        start.command.config, env, role, topology, device, attempt_dir, control, lifecycle, groups, journal, memory
+    )
+
+
+def play_role(rank: Rank) -> str:
+    """The work itself; returns the line that sums the run up, the same on every rank."""
+    from launcher.barrier import OrderedTurns
+    from launcher.drafter_role import run_drafter
+    from launcher.target_role import run_target
+
+    compiling = rank.config.compile
+    drafter_turns, target_turns = (
+        OrderedTurns(name, ranks, compiling.turns, compiling.turn_timeout, rank.control, rank.lifecycle)
+        for name, ranks in (("drafters", rank.topology.drafter_ranks), ("targets", rank.topology.target_ranks))
+    )
+    if rank.role.name == "target":
+        run_target(rank, drafter_turns, target_turns)
+    else:
+        summary = run_drafter(rank, drafter_turns, target_turns)
+        if rank.leads_drafters:
+            rank.control.set("summary", summary)
+    rank.control.set(f"peaks/{rank.role.rank}", rank.memory.peaks())
+    text = rank.wait_for("summary", "the first drafter to sum the run up", rank.config.runtime.save_timeout)
+    if rank.leads_drafters:
+        rank.journal.announce(memory_summary(rank))
+        rank.journal.announce(text)
+    return text
+
+
+def memory_summary(rank: Rank) -> str:
+    """Highest memory of each role's ranks, by phase, once every rank has told its own."""
+    from launcher.memory import peaks_by_role
+
+    keys = [f"peaks/{role.rank}" for role in rank.topology.roles]
+    what = "every rank's memory peaks"
+    rank.lifecycle.wait_until(lambda: rank.control.has(*keys), what, rank.config.runtime.save_timeout, 0.02)
+    return peaks_by_role({role: rank.control.get(key) for role, key in zip(rank.topology.roles, keys, strict=True)})
