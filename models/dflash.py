@@ -168,7 +168,8 @@ class DFlashDrafter(nn.Module):
         """Compile what `forward` runs, in place and for static shapes: each layer, `context` and `finish`.
 
         Functions are replaced rather than modules wrapped: parameter names stay, and FSDP's hooks run uncompiled
-        around the compiled code. Every layer uses the first one's graph. `draft` stays uncompiled, as its lengths vary.
+        around the compiled code. The first layer has a graph of its own (its input needs no gradient), the others share
+        one. `draft` stays uncompiled, as its lengths vary.
         """
         compiled = partial(torch.compile, backend=backend, options=options, dynamic=False, fullgraph=True)
         for layer in self.layers:
