@@ -66,5 +66,6 @@ def _inverse_frequencies(config: DFlashConfig) -> tuple[Tensor, float]:
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     hf_config = Qwen3Config(**config.to_dict())
-    inv_freq, scale = ROPE_INIT_FUNCTIONS[config.rope_parameters["rope_type"]](hf_config, torch.device("cpu"))
+    with torch.device("cpu"):  # also while the drafter is built on the meta device
+        inv_freq, scale = ROPE_INIT_FUNCTIONS[config.rope_parameters["rope_type"]](hf_config, torch.device("cpu"))
     return inv_freq.float(), float(scale)

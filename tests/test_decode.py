@@ -22,7 +22,7 @@ from models.draft_step import DraftForward, FrozenEnds, RowBatch
 
 VOCAB, MASK, BLOCK = 61, 60, 8
 
-torch.set_num_threads(1)  # these tensors are too small to share
+torch.set_num_threads(1)
 SHAPE = {
     "vocab_size": VOCAB,
     "hidden_size": 48,

@@ -6,48 +6,17 @@ from typing import Any
 
 import pytest
 import torch
-from dflash.model import DFlashDraftModel
 from transformers import AutoConfig, DynamicCache, Gemma3Config, LlamaConfig, Qwen3Config
 
 from models.anchors import Anchors
 from models.dflash import DFlashConfig, DFlashDrafter, default_layer_ids
 from models.masks import dense_mask
+from tests.small_drafters import ROPES, small_config
 
-YARN = {
-    "rope_type": "yarn",
-    "rope_theta": 10_000.0,
-    "factor": 4.0,
-    "original_max_position_embeddings": 64,
-    "beta_fast": 32.0,
-}
-LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 500_000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
-}
-LINEAR = {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 2.0}
-ROPES = pytest.mark.parametrize("rope", [None, LINEAR, LLAMA3, YARN], ids=["default", "linear", "llama3", "yarn"])
+official_package = pytest.importorskip("dflash.model", reason="compares with the official dflash package")
 
 
-def small_config(rope: dict[str, Any] | None = None, **changes: Any) -> DFlashConfig:
-    target = Qwen3Config(
-        hidden_size=48,
-        intermediate_size=80,
-        num_hidden_layers=8,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        vocab_size=97,
-        max_position_embeddings=256,
-        rope_parameters=rope or {"rope_type": "default", "rope_theta": 1e6},
-    )
-    return DFlashConfig.from_target(target, **{"layers": 3, "block_size": 4, "mask_token_id": 96} | changes)
-
-
-def pair(config: DFlashConfig, seed: int = 0) -> tuple[DFlashDrafter, DFlashDraftModel]:
+def pair(config: DFlashConfig, seed: int = 0) -> tuple[DFlashDrafter, Any]:
     """Our drafter and the official model with the same weights, norms included."""
     torch.manual_seed(seed)
     drafter = DFlashDrafter(config).eval()
@@ -55,7 +24,7 @@ def pair(config: DFlashConfig, seed: int = 0) -> tuple[DFlashDrafter, DFlashDraf
         for name, parameter in drafter.named_parameters():
             parameter.copy_(torch.randn_like(parameter) * 0.1 + (parameter.dim() == 1))
             assert parameter.dim() == 2 or "norm" in name
-    official = DFlashDraftModel(Qwen3Config(**config.to_dict())).eval()
+    official = official_package.DFlashDraftModel(Qwen3Config(**config.to_dict())).eval()
     official.load_state_dict(drafter.state_dict(), strict=True)
     return drafter, official
 
@@ -195,7 +164,7 @@ def test_partial_and_multimodal_rope_are_dropped() -> None:
 def test_nested_text_configs_and_per_layer_rope_are_read() -> None:
     outer = Gemma3Config(text_config={"hidden_size": 64, "num_hidden_layers": 8, "head_dim": 24, "vocab_size": 99})
     config = DFlashConfig.from_target(outer, layers=2, block_size=8, mask_token_id=1)
-    full = outer.text_config.rope_parameters["full_attention"]
+    full = outer.get_text_config().rope_parameters["full_attention"]
     assert (config.hidden_size, config.head_dim, config.num_target_layers) == (64, 24, 8)
     assert config.rope_theta == full["rope_theta"]
 
