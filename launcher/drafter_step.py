@@ -47,7 +47,9 @@ def shard_drafter(drafter: DFlashDrafter, mesh: DeviceMesh, precision: str) -> N
     for module in [*drafter.layers, drafter]:
         fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
         assert isinstance(module, FSDPModule)
-        module.set_gradient_divide_factor(1.0)  # gradients are summed; the update divides by the weight
+        # Gradients are summed; the update divides by the weight. Gloo knows no other reduction.
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)
 
 
 @dataclass(frozen=True)

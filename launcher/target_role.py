@@ -112,7 +112,7 @@ class RowProducer:
         self._layout.ints(buffer).copy_(ints, non_blocking=True)
         self._layout.loss_mask(buffer).copy_(torch.as_tensor(row.loss_mask), non_blocking=True)
         batch = self._layout.batch(index, buffer)
-        batch.features.copy_(self._target(batch.ids, batch.doc, batch.positions))
+        self._target(batch.ids, batch.doc, batch.positions, out=batch.features)
         return self._layout.header(index, row.ids)
 
     def _ended(self) -> bool:

@@ -47,13 +47,14 @@ class TappedTarget(nn.Module):
         return hook
 
     @torch.no_grad()
-    def forward(self, ids: Tensor, doc: Tensor, positions: Tensor) -> Tensor:
+    def forward(self, ids: Tensor, doc: Tensor, positions: Tensor, out: Tensor | None = None) -> Tensor:
         """Features of a packed row, each document as if it ran alone.
 
         Args:
             ids: token ids, int64 [S].
             doc: document of each token, int [S]; -1 is padding, whose features mean nothing.
             positions: position in its document, int64 [S], from 0 in each document.
+            out: [S, K*H] in the model's dtype to write into, such as the buffer that will be sent.
 
         Returns:
             Outputs of the tapped layers (before any final norm), side by side in the order of `layer_ids`: [S, K*H].
@@ -61,10 +62,8 @@ class TappedTarget(nn.Module):
         # Without mask and cache, transformers isolates documents wherever positions do not go up by one;
         # at position 0 throughout, every padding token is a document of its own.
         positions_1S = torch.where(doc < 0, 0, positions)[None]
-        dtype = self.decoder.dtype
-        self._features_SF = torch.empty(
-            len(ids), len(self.layer_ids) * self.hidden_size, dtype=dtype, device=ids.device
-        )
+        shape = (len(ids), len(self.layer_ids) * self.hidden_size)
+        self._features_SF = torch.empty(shape, dtype=self.decoder.dtype, device=ids.device) if out is None else out
         self.decoder(input_ids=ids[None], position_ids=positions_1S, use_cache=False)
         features_SF, self._features_SF = self._features_SF, None
         return features_SF

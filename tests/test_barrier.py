@@ -1,0 +1,100 @@
+"""The rank-ordered barrier over a real store, ranks as threads that compile nothing."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, cast
+
+import pytest
+
+from launcher.barrier import Order, OrderedTurns, Turn, predecessors
+from launcher.control import Control
+from launcher.errors import DeadlineError, PeerFailed
+
+
+class StandIn:
+    """The parts of Lifecycle that the barrier uses, with the failure of any rank as a shared key."""
+
+    def __init__(self, control: Control) -> None:
+        self._control = control
+
+    @contextmanager
+    def phase(self, name: str, timeout: float, defer_stop: bool = False) -> Iterator[None]:
+        yield
+
+    def wait_until(self, ready: Callable[[], bool], what: str, timeout: float, interval: float) -> None:
+        deadline = time.monotonic() + timeout
+        while not ready():
+            if (failure := self._control.claimed("failure")) is not None:
+                raise PeerFailed(failure)
+            if time.monotonic() > deadline:
+                raise DeadlineError(what)
+            time.sleep(interval)
+
+
+def run_ranks(ranks: list[int], order: Order, body: Callable[[int], None], timeout: float = 20.0) -> dict[int, Any]:
+    """Each rank passes a turn and joins; returns its Turn or its error, by rank."""
+    server = Control("127.0.0.1", 0, "test", serve=True)
+    results: dict[int, Any] = {}
+
+    def rank_main(rank: int) -> None:
+        control = server.clone()
+        turns = OrderedTurns("drafters", ranks, order, timeout, control, cast(Any, StandIn(control)))
+        try:
+            with turns.turn(rank) as turn:
+                body(rank)
+            turns.join()
+            results[rank] = turn
+        except Exception as error:
+            control.claim("failure", f"rank {rank}: {error}")
+            results[rank] = error
+
+    threads = [threading.Thread(target=rank_main, args=(rank,)) for rank in reversed(ranks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    return results
+
+
+def test_turns_pass_in_rank_order_without_overlap() -> None:
+    ranks = [5, 6, 7]
+    turns: dict[int, Turn] = run_ranks(ranks, "ordered", lambda rank: time.sleep(0.1))
+    assert all(turns[a].end <= turns[b].start for a, b in zip(ranks, ranks[1:], strict=False))
+    assert all(turn.seconds >= 0.1 for turn in turns.values())
+    assert [turns[rank].place for rank in ranks] == [0, 1, 2]
+
+
+def test_leader_goes_first_and_the_rest_together() -> None:
+    turns: dict[int, Turn] = run_ranks([2, 3, 4], "leader_first", lambda rank: time.sleep(0.3))
+    assert turns[2].end <= min(turns[3].start, turns[4].start)
+    assert turns[3].start < turns[4].end and turns[4].start < turns[3].end
+
+
+def test_a_failed_turn_reaches_every_rank_as_its_own_error() -> None:
+    def body(rank: int) -> None:
+        if rank == 6:
+            raise ValueError("compile broke")
+
+    start = time.monotonic()
+    results = run_ranks([5, 6, 7, 8], "ordered", body)
+    assert time.monotonic() - start < 10
+    assert isinstance(results[6], ValueError)
+    for rank in (5, 7, 8):
+        assert isinstance(results[rank], PeerFailed) and "rank 6: compile broke" in str(results[rank])
+
+
+def test_waiting_is_bounded_and_names_the_rank() -> None:
+    results = run_ranks([0, 1], "ordered", lambda rank: time.sleep(1.5 if rank == 0 else 0), timeout=0.1)
+    assert isinstance(results[1], DeadlineError) and "turn of rank 0" in str(results[1])
+
+
+@pytest.mark.parametrize(
+    ("order", "expected"),
+    [("ordered", [[], [4], [4, 5]]), ("leader_first", [[], [4], [4]]), ("parallel", [[], [], []])],
+)
+def test_predecessors(order: Order, expected: list[list[int]]) -> None:
+    assert [predecessors(order, [4, 5, 6], rank) for rank in (4, 5, 6)] == expected

@@ -1,0 +1,72 @@
+"""Devices and environment variables of a rank, decided before torch is imported."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pynvml
+import pytest
+
+from launcher.config import Config
+from launcher.errors import UserError
+from launcher.runtime import Device, RankEnv, choose_device, gpu_uuids, prepare_environment
+
+GPUS = [f"GPU-{letter * 4}" for letter in "abcd"]
+
+
+def rank_env(local_rank: int, ranks: int) -> RankEnv:
+    return RankEnv(local_rank, local_rank, ranks, ranks, "127.0.0.1", 29500, 0, True)
+
+
+@pytest.fixture
+def four_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pynvml, "nvmlInit", lambda: None)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetCount", lambda: len(GPUS))
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetHandleByIndex", lambda index: index)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetUUID", lambda index: GPUS[index])
+
+
+@pytest.mark.usefixtures("four_gpus")
+@pytest.mark.parametrize(
+    ("mask", "expected"),
+    [(None, GPUS), ("2,0", [GPUS[2], GPUS[0]]), ("GPU-bbbb", [GPUS[1]]), ("", []), ("7", [])],
+)
+def test_the_users_mask_chooses_and_orders_gpus(mask: str | None, expected: list[str]) -> None:
+    assert gpu_uuids({} if mask is None else {"CUDA_VISIBLE_DEVICES": mask}) == expected
+
+
+def test_without_a_driver_there_are_no_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing() -> None:
+        raise pynvml.NVMLError(pynvml.NVML_ERROR_LIBRARY_NOT_FOUND)
+
+    monkeypatch.setattr(pynvml, "nvmlInit", missing)
+    assert gpu_uuids({}) == []
+
+
+def test_each_rank_gets_its_own_gpu() -> None:
+    assert [choose_device("auto", False, GPUS, rank_env(i, 4)) for i in range(4)] == [
+        Device("cuda", gpu) for gpu in GPUS
+    ]
+
+
+def test_too_few_gpus_is_refused_and_names_the_option() -> None:
+    with pytest.raises(UserError, match=r"8 ranks on 4 GPUs -> .*--runtime.share_gpus=true"):
+        choose_device("auto", False, GPUS, rank_env(0, 8))
+    assert choose_device("auto", True, GPUS, rank_env(5, 8)) == Device("cuda", GPUS[1], shared=True)
+    assert choose_device("auto", True, GPUS, rank_env(3, 4)) == Device("cuda", GPUS[3], shared=False)
+
+
+def test_cuda_without_a_gpu_is_refused() -> None:
+    assert choose_device("auto", False, [], rank_env(0, 8)) == Device("cpu")
+    with pytest.raises(UserError, match="NVML finds no GPU"):
+        choose_device("cuda", False, [], rank_env(0, 8))
+
+
+@pytest.mark.usefixtures("four_gpus")
+def test_environment_is_masked_and_keeps_the_users_values() -> None:
+    environ: dict[str, Any] = {"CUDA_VISIBLE_DEVICES": "3,1", "TORCH_FR_BUFFER_SIZE": "7"}
+    device = prepare_environment(Config(), rank_env(1, 2), environ)
+    assert device == Device("cuda", GPUS[1])
+    assert environ["CUDA_VISIBLE_DEVICES"] == GPUS[1]
+    assert environ["TORCH_FR_BUFFER_SIZE"] == "7"
+    assert environ["GLOO_SOCKET_IFNAME"] == "lo", "one node binds loopback only"
