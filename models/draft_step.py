@@ -109,18 +109,21 @@ class DraftForward:
         mask = build(anchors, batch.doc, self.block_size, batch.doc.shape[0])
         return BlockInputs(anchors, ids_NB.flatten(), positions_NB.flatten(), mask)
 
-    def __call__(self, batch: RowBatch) -> LossSums:
-        """Loss sums of one row; `loss` is differentiable by the drafter's parameters."""
-        inputs = self.block_inputs(batch)
-        hidden = self.drafter(
-            embedding(inputs.ids, self.ends.embed),
-            batch.features,
-            batch.positions,
-            inputs.positions,
-            inputs.mask,
-            self.backend,
+    def hidden(self, batch: RowBatch, inputs: BlockInputs) -> Tensor:
+        """The drafter's output for all blocks of a row, [N*B, H]."""
+        block_embeddings = embedding(inputs.ids, self.ends.embed)
+        return self.drafter(
+            block_embeddings, batch.features, batch.positions, inputs.positions, inputs.mask, self.backend
         )
+
+    def score(self, batch: RowBatch, inputs: BlockInputs, hidden: Tensor) -> LossSums:
+        """Head, loss and metrics of the drafter's output."""
         labels, supervised = block_labels(batch.ids, batch.loss_mask, batch.doc, inputs.anchors, self.block_size)
         return draft_loss(
             hidden, self.ends.head, labels, supervised, kind=self.loss, gamma=self.gamma, alpha=self.alpha
         )
+
+    def __call__(self, batch: RowBatch) -> LossSums:
+        """Loss sums of one row; `loss` is differentiable by the drafter's parameters."""
+        inputs = self.block_inputs(batch)
+        return self.score(batch, inputs, self.hidden(batch, inputs))

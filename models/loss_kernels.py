@@ -11,7 +11,7 @@ import triton.language as tl  # pyrefly: ignore
 from torch import Tensor
 
 BLOCK = 8192
-WARPS = 8
+WARPS = 16
 
 
 @triton.jit
