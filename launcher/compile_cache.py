@@ -1,0 +1,233 @@
+"""The compile cache as an asset: one folder per fingerprint and model shape, checked at start, never deleted unasked.
+
+A cache that is damaged, read-only, full or not ours costs one warning and a cold compile in a private folder, never
+the run. Several ranks and several runs may share one: Inductor and Triton write beside and rename, and so do we.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import functools
+import hashlib
+import logging
+import os
+import re
+import shutil
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from launcher.cache_files import (
+    HASHED_AT_START,
+    IN_USE,
+    MANIFEST,
+    PARTS,
+    Manifest,
+    damage,
+    make_own_folder,
+    network_file_system,
+    read_manifest,
+    record,
+    write_manifest,
+)
+from launcher.config import Config
+from launcher.errors import RetryableError
+from launcher.fingerprint import Fingerprint, cache_fields, diff, digest
+
+log = logging.getLogger("launcher")
+
+# Options that change the graphs or their shapes; any other option may change on a warm cache.
+SHAPE_KEYS = (
+    "target.model",
+    "target.layer_ids",
+    "target.dtype",
+    "target.compile",
+    "drafter.layers",
+    "drafter.block_size",
+    "drafter.attention",
+    "data.row_length",
+    "train.anchors",
+    "train.loss",
+    "train.precision",
+    "runtime.device",
+)
+CACHE_NAME = re.compile(r"[0-9a-f]{12}-.+-[0-9a-f]{8}")
+MIN_FREE_BYTES = 256 << 20
+
+
+@dataclass
+class ActiveCache:
+    """The cache of this process: `environment` goes into os.environ before torch is imported."""
+
+    folder: Path
+    notices: list[str]
+    """What the user should know; the same on every rank of a node, so one rank shows it."""
+    private: bool = False
+    in_use: int | None = None
+    """Descriptor that holds a shared lock against `cache prune`; None for a private cache."""
+
+    @property
+    def environment(self) -> dict[str, str]:
+        names = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
+        return {name: str(self.folder / part) for name, part in zip(names, PARTS, strict=True)}
+
+    def close(self) -> None:
+        """Record what the cache holds, or remove a private one. One rank per node does it, after all have finished."""
+        try:
+            if self.private:
+                shutil.rmtree(self.folder, ignore_errors=True)
+            else:
+                write_manifest(self.folder, record(self.folder, read_manifest(self.folder)))
+        except (OSError, ValueError) as error:
+            log.warning("compile cache %s: its manifest could not be written: %s", self.folder, error)
+        if self.in_use is not None:
+            os.close(self.in_use)
+            self.in_use = None
+
+
+def activate(config: Config, fingerprint: Fingerprint, attempt_dir: Path) -> ActiveCache:
+    """Choose the cache folder of a run and check it. Sets no environment variable.
+
+    Args:
+        attempt_dir: the folder of this start; names the private cache, so that all ranks of a node share that too.
+
+    Raises:
+        RetryableError: not even a private folder can be made.
+    """
+    shape = shape_fields(config)
+    folder = None
+    try:
+        root = cache_root(config.compile.cache_dir)
+        folder = root / folder_name(fingerprint, shape)
+        in_use = open_cache(
+            folder, Manifest(fingerprint=fingerprint, shape=shape, built_by=str(config.runtime.run_dir.absolute()))
+        )
+        return ActiveCache(folder, _notices(root, folder, fingerprint), in_use=in_use)
+    except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: no home folder
+        notice = f"compile cache {folder or 'folder'} is not used, compiling anew in a private one: {error}"
+        private = private_folder(attempt_dir)
+        try:
+            make_own_folder(private)
+        except (OSError, ValueError) as problem:
+            raise RetryableError(f"{notice}; {private}: {problem}", "set compile.cache_dir to a local disk") from None
+        return ActiveCache(private, [notice], private=True)
+
+
+def open_cache(folder: Path, fresh: Manifest) -> int | None:
+    """Make or check a cache folder and hold it against pruning; returns the descriptor of the lock.
+
+    Raises:
+        OSError, ValueError: the folder cannot be used; says why.
+    """
+    make_own_folder(folder)
+    if not (folder / MANIFEST).exists() and any((folder / part).exists() for part in PARTS):
+        raise ValueError("it has files but no manifest.json, so nothing says what built them")
+    write_manifest(folder, fresh, create=True)  # also proves that the folder can be written
+    free = shutil.disk_usage(folder).free
+    if free < MIN_FREE_BYTES:
+        raise ValueError(f"only {free >> 20} MiB are free on its disk")
+    in_use = hold(folder)
+    try:
+        _check(folder, fresh.fingerprint)
+        for part in PARTS:
+            (folder / part).mkdir(mode=0o700, exist_ok=True)
+    except BaseException:
+        if in_use is not None:
+            os.close(in_use)
+        raise
+    return in_use
+
+
+def hold(folder: Path, exclusive: bool = False) -> int | None:
+    """Lock a cache against pruning (shared), or for it; None where the file system knows no locks.
+
+    Raises:
+        BlockingIOError: the other side holds it.
+    """
+    descriptor = os.open(folder / IN_USE, os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        fcntl.flock(descriptor, (fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH) | fcntl.LOCK_NB)
+        if not exclusive:
+            os.utime(descriptor)  # last use, also of a run that ends without a close
+        return descriptor
+    except OSError as error:
+        os.close(descriptor)
+        if error.errno in {errno.ENOLCK, errno.ENOTSUP}:
+            return None
+        raise
+
+
+def _check(folder: Path, fingerprint: Fingerprint) -> None:
+    manifest = read_manifest(folder)
+    changes = diff(cache_fields(manifest.fingerprint), cache_fields(fingerprint))
+    if changes:
+        raise ValueError(f"another environment built it: {'; '.join(map(str, changes))}")
+    found = damage(folder, manifest, HASHED_AT_START)
+    if found:
+        more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
+        raise ValueError(f"it is damaged: {found[0]}{more}; to remove it: ./launch.sh cache prune --damaged")
+
+
+def _notices(root: Path, folder: Path, fingerprint: Fingerprint) -> list[str]:
+    manifest = read_manifest(folder)
+    notices = []
+    if not manifest.files and (why := explain_cold(root, folder, manifest.shape, fingerprint)):
+        notices.append(why)
+    if system := network_file_system(folder):
+        notices.append(f"compile cache {folder} is on {system}, which is slow: set compile.cache_dir to a local disk")
+    return notices
+
+
+def explain_cold(root: Path, folder: Path, shape: dict[str, str], fingerprint: Fingerprint) -> str | None:
+    """Why nothing is cached, if a cache of the same shape exists for another environment."""
+    caches = list_caches(root)
+    others = [
+        entry for path, entry in caches if isinstance(entry, Manifest) and entry.shape == shape and path != folder
+    ]
+    if not others:
+        return None
+    last = max(others, key=lambda manifest: manifest.last_use)
+    changes = diff(cache_fields(last.fingerprint), cache_fields(fingerprint))
+    return f"compile cache is cold, the last one is of another environment: {'; '.join(map(str, changes))}"
+
+
+def list_caches(root: Path) -> list[tuple[Path, Manifest | str]]:
+    """All caches under a root by name, each with its manifest, or with what is wrong with that."""
+    found: list[tuple[Path, Manifest | str]] = []
+    for path in sorted(root.iterdir()) if root.is_dir() else []:
+        if CACHE_NAME.fullmatch(path.name) and path.is_dir():
+            try:
+                found.append((path, read_manifest(path)))
+            except (OSError, ValueError) as error:
+                found.append((path, str(error)))
+    return found
+
+
+def cache_root(configured: Path | None) -> Path:
+    """`compile.cache_dir`, or `compile/` in the user's cache folder of this platform."""
+    if configured is not None:
+        return configured.expanduser().absolute()
+    if sys.platform == "darwin":
+        return Path.home() / "Library/Caches/dflash-launcher/compile"
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dflash-launcher/compile"
+
+
+def shape_fields(config: Config) -> dict[str, str]:
+    """The options that decide what is compiled."""
+    values = config.model_dump(mode="json")
+    return {key: str(functools.reduce(lambda value, part: value[part], key.split("."), values)) for key in SHAPE_KEYS}
+
+
+def folder_name(fingerprint: Fingerprint, shape: dict[str, str]) -> str:
+    """`<fingerprint digest>-<model>-<digest of the shape>`."""
+    model = re.sub(r"[^A-Za-z0-9.-]+", "-", Path(shape["target.model"]).name).strip("-.")[:40] or "model"
+    key = hashlib.sha256(repr(sorted(shape.items())).encode()).hexdigest()[:8]
+    return f"{digest(fingerprint)}-{model}-{key}"
+
+
+def private_folder(attempt_dir: Path) -> Path:
+    """Where an attempt compiles when its shared cache cannot be used."""
+    key = hashlib.sha256(str(attempt_dir.absolute()).encode()).hexdigest()[:12]
+    return Path(tempfile.gettempdir()) / f"dflash-launcher-{os.getuid()}-{key}"

@@ -1,0 +1,122 @@
+"""environment.json of a run, environment.lock beside a config, and the command `fingerprint`.
+
+./launch.sh fingerprint [--json]           print it
+./launch.sh fingerprint --diff A B         compare two run folders or files; exits 1 where they differ
+./launch.sh fingerprint --lock [WHERE]     pin it: environment.lock beside the config file WHERE, or in that folder
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+from launcher.command_parser import CommandParser
+from launcher.errors import UserError
+from launcher.fingerprint import Change, Fingerprint, collect, diff, digest
+
+FILE_NAME = "environment.json"
+LOCK_NAME = "environment.lock"
+# A lock pins what runs the code, not the code itself, and survives a kernel update of the host.
+NOT_LOCKED = ("kernels", "os")
+
+
+def record_environment(
+    run_dir: Path, attempt_dir: Path, current: Fingerprint, strict: bool, config_file: Path | None = None
+) -> list[str]:
+    """Compare this start with the run's last one and with the lock, then write environment.json.
+
+    Returns:
+        One line per change, to be shown to the user.
+
+    Raises:
+        UserError: the lock does not match, or a change under `--strict-environment`; nothing is written then.
+    """
+    check_lock(config_file, current)
+    changes: list[Change] = []
+    if (run_dir / FILE_NAME).exists():
+        changes = diff(read_fingerprint(run_dir), current)
+    if changes and strict:
+        raise UserError(
+            "the environment changed since the last attempt:\n" + _lines(changes),
+            "restore it, start another run folder, or leave out --strict-environment",
+        )
+    for folder in (attempt_dir, run_dir):
+        write_fingerprint(folder / FILE_NAME, current)
+    return [f"environment changed: {change}" for change in changes]
+
+
+def check_lock(config_file: Path | None, current: Fingerprint) -> None:
+    """Refuse an environment that differs from environment.lock beside the config file.
+
+    Raises:
+        UserError: lists the fields that differ.
+    """
+    lock = config_file.parent / LOCK_NAME if config_file else None
+    if lock is None or not lock.exists():
+        return
+    changes = [change for change in diff(read_fingerprint(lock), current) if change.field not in NOT_LOCKED]
+    if changes:
+        where = f" {config_file}" if config_file else ""
+        raise UserError(
+            f"{lock} pins another environment:\n{_lines(changes)}",
+            f"restore it, or pin this one with ./launch.sh fingerprint --lock{where}",
+        )
+
+
+def read_fingerprint(path: Path) -> Fingerprint:
+    """Read a fingerprint from a file, or from the environment.json of a folder.
+
+    Raises:
+        UserError: missing, or no fingerprint.
+    """
+    file = path / FILE_NAME if path.is_dir() else path
+    try:
+        values = json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise UserError(f"cannot read a fingerprint from {file}: {error}", "give a run folder or a file") from None
+    if not isinstance(values, dict) or not all(value is None or isinstance(value, str) for value in values.values()):
+        raise UserError(f"{file} is no fingerprint", "give a run folder, its environment.json, or an environment.lock")
+    return values
+
+
+def write_fingerprint(path: Path, fingerprint: Fingerprint) -> None:
+    """Write it whole or not at all."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary.write_text(json.dumps(fingerprint, indent=2, sort_keys=True) + "\n")
+    temporary.replace(path)
+
+
+def fingerprint_command(args: list[str]) -> int:
+    """The command `fingerprint`; returns the exit code."""
+    parser = CommandParser(prog="./launch.sh fingerprint", description="What this machine compiles with.")
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--json", action="store_true", help="print JSON")
+    what.add_argument("--diff", nargs=2, type=Path, metavar=("A", "B"), help="compare two run folders or files")
+    what.add_argument("--lock", nargs="?", type=Path, const=Path(), metavar="WHERE", help="pin it beside a config file")
+    flags = parser.parse_args(args)
+    if flags.diff:
+        changes = diff(*map(read_fingerprint, flags.diff))
+        print(_lines(changes) if changes else "no difference")
+        return int(bool(changes))
+    current = collect()
+    if flags.lock is not None:
+        path = (flags.lock if flags.lock.is_dir() else flags.lock.parent) / LOCK_NAME
+        write_fingerprint(path, {k: v for k, v in current.items() if k not in NOT_LOCKED})
+        print(f"wrote {path}")
+    elif flags.json:
+        print(json.dumps(current, indent=2, sort_keys=True))
+    else:
+        print(describe(current))
+    return 0
+
+
+def describe(fingerprint: Fingerprint) -> str:
+    """A table to paste into a bug report."""
+    rows = [("digest", digest(fingerprint)), *fingerprint.items()]
+    return "\n".join(f"{field:<28} {value or 'none'}" for field, value in rows)
+
+
+def _lines(changes: Iterable[Change]) -> str:
+    return "\n".join(f"  {change}" for change in changes)
