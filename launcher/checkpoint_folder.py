@@ -1,9 +1,181 @@
-"""The folder of checkpoints: names, the `latest` pointer, what is newest, what retention removes. No torch."""
+"""The folder of checkpoints: names, the `latest` pointer, which one to resume from, what retention removes. No torch."""
 
 from __future__ import annotations
 
+import os
+import re
+import shutil
+from dataclasses import dataclass
 from pathlib import Path
+
+from launcher.errors import UserError
+from launcher.manifest import FILE_NAME as MANIFEST
+from launcher.manifest import problems_of, read_manifest, sync_folder, write_durably
+
+POINTER = "latest"
+FOLDER_MODE = 0o700
+_NAME = re.compile(r"step-(\d+)")
+# Names of half-made and set-aside folders; never resumed from.
+TEMPORARY, REPLACED = ".tmp", ".replaced"
+
+
+@dataclass(frozen=True)
+class Found:
+    """The checkpoint to resume from, None for a fresh start, and what the user should know about the choice."""
+
+    path: Path | None
+    notices: list[str]
+
+
+def checkpoints_of(run_dir: Path) -> Path:
+    return run_dir / "checkpoints"
+
+
+def step_of(folder: Path) -> int:
+    """The step in the name of a checkpoint folder."""
+    match = _NAME.fullmatch(folder.name)
+    assert match is not None, folder
+    return int(match[1])
+
+
+def published(run_dir: Path) -> list[Path]:
+    """All checkpoint folders of a run by their names, newest first, verified or not."""
+    root = checkpoints_of(run_dir)
+    folders = [path for path in root.iterdir() if _NAME.fullmatch(path.name)] if root.is_dir() else []
+    return sorted(folders, key=step_of, reverse=True)
 
 
 def newest_published(run_dir: Path) -> Path | None:
-    return None
+    """The checkpoint that `latest` points to, else the newest with a manifest; cheap, reads no checkpoint."""
+    root = checkpoints_of(run_dir)
+    try:
+        pointed = [root / (root / POINTER).read_text().strip()]
+    except FileNotFoundError:
+        pointed = []
+    complete = [path for path in [*pointed, *published(run_dir)] if (path / MANIFEST).is_file()]
+    return complete[0] if complete else None
+
+
+def point_to(folder: Path) -> None:
+    """Move `latest` to a published folder, whole or not at all."""
+    temporary = folder.parent / f"{POINTER}{TEMPORARY}"
+    write_durably(temporary, folder.name + "\n")
+    os.replace(temporary, folder.parent / POINTER)
+    sync_folder(folder.parent)
+
+
+def publish(temporary: Path, final: Path) -> None:
+    """Give a complete folder its name. A folder that has the name already failed its checksums and goes."""
+    sync_folder(temporary)
+    replaced = final.with_name(final.name + REPLACED)
+    if final.exists():
+        os.rename(final, replaced)
+    os.rename(temporary, final)
+    sync_folder(final.parent)
+    shutil.rmtree(replaced, ignore_errors=True)
+
+
+def find_checkpoint(run_dir: Path, resume: str) -> Found:
+    """Choose the checkpoint to resume from; called by one rank, before any is written.
+
+    `auto` takes the newest that verifies, `none` sets the old ones aside, anything else is the path of a checkpoint,
+    which must verify. Leftovers of an interrupted save are removed.
+
+    Raises:
+        UserError: checkpoints exist and none can be used.
+    """
+    notices = _remove_leftovers(run_dir)
+    if resume == "none":
+        return Found(None, notices + _set_aside(run_dir))
+    if resume != "auto":
+        return _explicit(run_dir, Path(resume).expanduser(), notices)
+    for folder in published(run_dir):
+        problems = problems_of(folder)
+        if not problems:
+            return Found(folder, notices + _pointer_notices(run_dir, folder))
+        notices.append(f"skipped checkpoint {folder}: {'; '.join(problems)}")
+    if published(run_dir):
+        skipped = "\n".join(notices)
+        raise UserError(
+            f"no usable checkpoint in {checkpoints_of(run_dir)}:\n{skipped}", "start anew with --resume none"
+        )
+    return Found(None, notices)
+
+
+def to_remove(scores: dict[int, float | None], verified: set[int], keep: int) -> list[int]:
+    """The steps that retention removes, oldest first.
+
+    Kept are the newest `keep` verified ones, whatever is newer than the oldest of those, and the best by score.
+    """
+    good = sorted(verified & set(scores), reverse=True)[:keep]
+    if len(good) < keep:
+        return []
+    scored = {step: score for step, score in scores.items() if score is not None}
+    best = max(scored, key=lambda step: (scored[step], step)) if scored else None
+    return sorted(step for step in scores if step < good[-1] and step != best)
+
+
+def apply_retention(run_dir: Path, verified: set[int], keep: int) -> list[Path]:
+    """Remove what `to_remove` says; returns what was removed."""
+    folders = {step_of(folder): folder for folder in published(run_dir)}
+    scores = {step: _score(folder) for step, folder in folders.items()}
+    removed = [folders[step] for step in to_remove(scores, verified, keep)]
+    for folder in removed:
+        # First the name, so that a kill midway leaves a leftover and no half checkpoint.
+        doomed = folder.with_name(folder.name + TEMPORARY)
+        os.rename(folder, doomed)
+        shutil.rmtree(doomed)
+    return removed
+
+
+def _score(folder: Path) -> float | None:
+    try:
+        return read_manifest(folder)["score"]
+    except ValueError:
+        return None
+
+
+def _explicit(run_dir: Path, folder: Path, notices: list[str]) -> Found:
+    problems = problems_of(folder)
+    if problems:
+        raise UserError(
+            f"checkpoint {folder} cannot be used: {'; '.join(problems)}", "give another one, or --resume auto"
+        )
+    newer = [
+        path
+        for path in published(run_dir)
+        if path.parent == folder.resolve().parent and step_of(path) > step_of(folder)
+    ]
+    return Found(folder, notices + [_rename_aside(path) for path in newer])
+
+
+def _pointer_notices(run_dir: Path, chosen: Path) -> list[str]:
+    pointer = checkpoints_of(run_dir) / POINTER
+    name = pointer.read_text().strip() if pointer.is_file() else None
+    if name in (None, chosen.name):
+        return []
+    if not (pointer.parent / name).is_dir():
+        return [f"{pointer} points to {name}, which does not exist; using {chosen.name}"]
+    return [f"{pointer} points to {name}; using {chosen.name}, the newest that verifies"]
+
+
+def _remove_leftovers(run_dir: Path) -> list[str]:
+    root = checkpoints_of(run_dir)
+    leftovers = [path for path in root.iterdir() if path.suffix in {TEMPORARY, REPLACED}] if root.is_dir() else []
+    for path in leftovers:
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    return [f"removed {path}, left by an interrupted save" for path in leftovers]
+
+
+def _set_aside(run_dir: Path) -> list[str]:
+    root = checkpoints_of(run_dir)
+    return [_rename_aside(root)] if published(run_dir) else []
+
+
+def _rename_aside(path: Path) -> str:
+    """Rename a path out of the way, losing nothing."""
+    number = 1
+    while (aside := path.with_name(f"{path.name}.old-{number}")).exists():
+        number += 1
+    os.rename(path, aside)
+    return f"set {path} aside as {aside.name}"

@@ -177,6 +177,8 @@ class CheckpointConfig(Section):
     """Steps between checkpoints; 0 saves only at the end."""
     keep: int = Field(2, ge=1)
     """Checkpoints kept; the newest valid one is never removed."""
+    asynchronous: bool = True
+    """Write checkpoints in the background; an error shows at the next step. The last save is never in the background."""
     max_failed_saves: int = Field(3, ge=1)
     """Saves in a row that may fail (full disk) before the run stops."""
 

@@ -20,7 +20,7 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -107,12 +107,17 @@ class Lifecycle:
         self._state.step = value
 
     @property
+    def phase_name(self) -> str:
+        """The innermost phase."""
+        return self._state.phase.name
+
+    @property
     def stop_code(self) -> ExitCode | None:
         """The exit code of an asked-for stop, None while nobody asked."""
         return self._state.stop
 
     @contextlib.contextmanager
-    def phase(self, name: str, timeout: float, defer_stop: bool = False) -> Iterator[None]:
+    def phase(self, name: str, timeout: float, defer_stop: bool = False) -> Generator[None]:
         """A named stretch of work that ends this rank when it takes longer than `timeout` seconds.
 
         `defer_stop` leaves stop wishes to the caller, who reads `stop_code` and agrees with the others.

@@ -60,15 +60,6 @@ class Member:
         kill_process(self.pid, self.start_ticks)
 
 
-@dataclass(frozen=True)
-class Lost:
-    """A peer that is gone or silent, and the failure to publish for it."""
-
-    member: Member
-    failure: Failure
-    silent: bool
-
-
 @dataclass
 class Peer:
     """A member under watch. `pidfd` becomes readable the moment the process ends, before torchrun reaps it."""
@@ -78,7 +69,6 @@ class Peer:
     gone: bool = False
     sequence: int = 0
     changed: float = 0.0
-    beat: Beat | None = None
 
 
 def watches(me: Member, other: Member) -> bool:
@@ -123,11 +113,11 @@ class PeerTable:
         for peer in self.watched.values():
             entry = None if peer.gone else control.get(f"beat/{peer.member.rank}")
             if entry is not None and entry["sequence"] != peer.sequence:
-                peer.sequence, peer.changed, peer.beat = entry["sequence"], now, Beat(**entry)
+                peer.sequence, peer.changed = entry["sequence"], now
             elif paused:
                 peer.changed = now
 
-    def find_gone(self, control: Control) -> Lost | None:
+    def find_gone(self, control: Control) -> Failure | None:
         """A watched process of this node that ended without having said so."""
         for peer in self.watched.values():
             member = peer.member
@@ -139,10 +129,10 @@ class PeerTable:
             if control.get(f"left/{member.rank}") is None:
                 status = process.exit_status if process is not None and same else None
                 phase, step = control.get(f"phase/{member.rank}") or ("start", 0)
-                return Lost(member, _failure(member, phase, step, "PeerLost", describe_exit(status, Path(member.log))), silent=False)
+                return _failure(member, phase, step, "PeerLost", describe_exit(status, Path(member.log)))
         return None
 
-    def find_silent(self, control: Control, now: float, limit: float) -> Lost | None:
+    def find_silent(self, control: Control, now: float, limit: float) -> Failure | None:
         """A watched rank whose heartbeat has not changed for `limit` seconds and that has not said goodbye."""
         for peer in self.watched.values():
             if peer.gone or now - peer.changed <= limit or control.get(f"left/{peer.member.rank}") is not None:
@@ -150,10 +140,16 @@ class PeerTable:
             process = read_process(peer.member.pid) if peer.member.node == self.me.node else None
             state = STATES.get(process.state, "something in it keeps the GIL") if process else "its node may be down"
             reason = f"no heartbeat for {limit:.0f} s: {state}"
-            beat = peer.beat
-            phase, step = (beat.phase, beat.step) if beat else ("start", 0)
-            return Lost(peer.member, _failure(peer.member, phase, step, "PeerSilent", reason), silent=True)
+            phase, step = control.get(f"phase/{peer.member.rank}") or ("start", 0)
+            return _failure(peer.member, phase, step, "PeerSilent", reason)
         return None
+
+    def is_mute(self, rank: int, limit: float) -> bool:
+        """Whether this is a rank of this node, still there but without a heartbeat for `limit` seconds."""
+        peer = self.watched.get(rank)
+        if peer is None or peer.gone or peer.member.node != self.me.node or self._refreshed is None:
+            return False
+        return self._refreshed - peer.changed >= limit
 
     def beats(self, control: Control) -> list[Beat]:
         """The last heartbeat of every other member that has not left."""

@@ -53,7 +53,7 @@ def kill_process(pid: int, start_ticks: int) -> None:
 
 
 def describe_exit(wait_status: int | None, log: Path) -> str:
-    """How a process ended, in words, with what that usually means; `wait_status` None when its parent reaped it first."""
+    """How a process ended, in words, with what that usually means; `wait_status` None where its parent was faster."""
     if wait_status is None:
         if (crash := crash_in(log)) is not None:
             return f"crashed in native code: {crash} (stack in its log)"

@@ -15,10 +15,9 @@ from rich.console import Console
 from rich.panel import Panel
 from rich.text import Text
 
-from launcher.errors import ExitCode
-
 State = Literal["running", "finished", "stopped", "failed"]
 FILE_NAME = "status.json"
+BOX_WIDTH = 110
 
 
 @dataclass(frozen=True)
@@ -44,7 +43,7 @@ class Status:
 
 def resume_command(run_dir: Path) -> str:
     """The command that goes on with the run of this folder."""
-    return f"./launch.sh --config {shlex.quote(str(run_dir / 'config.toml'))} --resume auto"
+    return f"./launch.sh --config {shlex.quote(_short(str(run_dir / 'config.toml')))} --resume auto"
 
 
 def write_status(run_dir: Path, status: Status) -> Path:
@@ -84,11 +83,15 @@ def final_box(status: Status, file: IO[str] | None = None) -> str:
     Args:
         file: the stream it will be written to, which decides colour and width; None renders plain text.
     """
-    console = Console(file=file, force_terminal=None if file else False, width=None if file and file.isatty() else 110)
-    body = Text("\n").join(_line(name, value) for name, value in _rows(status) if value)
+    terminal = file is not None and file.isatty()
+    console = Console(file=file, force_terminal=None if terminal else False, width=None if terminal else BOX_WIDTH)
+    rows = Text("\n").join(Text.assemble((f"{name:<11}", "bold"), value) for name, value in _rows(status) if value)
     colour = {"finished": "green", "running": "cyan", "stopped": "yellow", "failed": "red"}[status.state]
     with console.capture() as capture:
-        console.print(Panel(body, title=_title(status), border_style=colour, title_align="left"))
+        console.print(Panel(rows, title=_title(status), border_style=colour, title_align="left"))
+        if status.next_command:
+            # Below the box and unwrapped, so that it can be copied.
+            console.print(Text(f"{_next_word(status)}: {status.next_command}"), soft_wrap=True)
     return capture.get()
 
 
@@ -108,11 +111,15 @@ def _rows(status: Status) -> list[tuple[str, str | None]]:
     return [
         ("what", status.reason or None),
         ("where", ", ".join(part for part in where if part) or None),
-        ("log", status.log),
-        ("checkpoint", checkpoint),
-        ("retry" if status.code == ExitCode.RETRY and not status.resumable else "next", status.next_command),
+        ("log", status.log and _short(status.log)),
+        ("checkpoint", checkpoint and _short(checkpoint)),
     ]
 
 
-def _line(name: str, value: str | None) -> Text:
-    return Text.assemble((f"{name:<11}", "bold"), value or "", overflow="fold")
+def _next_word(status: Status) -> str:
+    return "to resume" if status.resumable else "to try again"
+
+
+def _short(path: str) -> str:
+    """A path as one would type it here."""
+    return path.removeprefix(f"{Path.cwd()}{os.sep}")

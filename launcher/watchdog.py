@@ -48,6 +48,8 @@ LAST_SECONDS = 3.0
 # After its goodbye a rank has this long to tear down; Inductor's worker pool can hang there (pytorch issue #162199).
 LEAVE_SECONDS = 10.0
 STORE_LOST_SECONDS = 5.0
+# A blamed rank without a heartbeat for so long is killed by its peers.
+MUTE_SECONDS = 5.0
 
 
 @dataclass
@@ -153,8 +155,8 @@ class Watchdog:
     # Messages of others
 
     def _read_messages(self) -> None:
-        if self.state.failure is None:
-            self.state.failure = known_failure(self.control)
+        if self.state.failure is None and (failure := known_failure(self.control)) is not None:
+            self._learn(failure)
         if self.state.stop is None and (wish := self.control.claimed(STOP_KEY)) is not None:
             self.state.stop = ExitCode(wish["code"])
 
@@ -208,17 +210,20 @@ class Watchdog:
             return
         self.peers.refresh(self.control, now)
         lost = self.peers.find_gone(self.control) or self.peers.find_silent(self.control, now, self.limits.heartbeat)
-        if lost is None:
-            return
-        self._publish(lost.failure)
-        if lost.silent and self.state.failure == lost.failure:
-            # It cannot leave by itself, and torchrun would wait 30 s before it kills it.
-            lost.member.kill()
+        if lost is not None:
+            self._publish(lost)
 
     # The end
 
     def _publish(self, failure: Failure) -> None:
-        self.state.failure = publish_failure(self.control, failure, self.run_dir)
+        self._learn(publish_failure(self.control, failure, self.run_dir))
+
+    def _learn(self, failure: Failure) -> None:
+        """Take in the failure of the run. A mute rank cannot leave by itself; torchrun would kill it after 30 s."""
+        if self.peers.is_mute(failure.rank, min(MUTE_SECONDS, self.limits.heartbeat)):
+            self.peers.member(failure.rank).kill()
+        # Only now: the main thread leaves as soon as it sees this.
+        self.state.failure = failure
 
     def _own_failure(self, code: ExitCode, error: str, reason: str) -> Failure:
         state = self.state

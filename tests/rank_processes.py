@@ -11,7 +11,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -67,7 +67,7 @@ class FileControl:
         return self.folder / key.replace("/", "%")
 
     @contextmanager
-    def _lock(self) -> Iterator[None]:
+    def _lock(self) -> Generator[None]:
         with (self.folder / ".lock").open("w") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             yield

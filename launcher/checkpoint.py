@@ -1,0 +1,258 @@
+"""Saving and loading the training state of the drafters: complete and checked, or not there at all.
+
+A save writes `step-N.tmp` with DCP, seals every file (fsync, size, SHA-256), writes the manifest, renames the folder
+and moves the `latest` pointer. Every stage ends in a vote, so that one rank's full disk is raised on all of them.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.staging import BlockingAsyncStager
+
+from launcher import faults
+from launcher.checkpoint_folder import (
+    FOLDER_MODE,
+    TEMPORARY,
+    apply_retention,
+    checkpoints_of,
+    point_to,
+    publish,
+    step_of,
+)
+from launcher.checkpoint_io import RecordReader, ShardWriter, differences, merge_values, split_state
+from launcher.errors import RetryableError, UserError
+from launcher.manifest import seal_files, write_durably, write_manifest
+
+if TYPE_CHECKING:
+    from launcher.config import CheckpointConfig
+
+EXTRA = "extra.json"
+T = TypeVar("T")
+Wait = Callable[[Callable[[], bool], str, float], None]
+log = logging.getLogger(__name__)
+
+
+class SaveFailed(RetryableError):
+    """A checkpoint could not be written; the message names the ranks and their errors. Older ones are untouched."""
+
+
+class Checkpointer:
+    """Saves and loads on a group of ranks; every method is called by all of them, in the same order.
+
+    Args:
+        group: a gloo group of the drafters that nothing else uses (saves run in a thread), None for one process.
+        wait_until: `Lifecycle.wait_until`.
+        timeout: seconds one save may take.
+    """
+
+    def __init__(
+        self, run_dir: Path, config: CheckpointConfig, group: dist.ProcessGroup | None, wait_until: Wait, timeout: float
+    ) -> None:
+        self.run_dir, self.config, self.group = run_dir, config, group
+        self._wait_until, self._timeout = wait_until, timeout
+        self._rank = dist.get_rank(group) if group is not None else 0
+        self._verified: set[int] = set()
+        self._failed_saves = 0
+        self._pending: _Save | None = None
+        # Pinned memory that is used again is worth its size only where tensors come from a GPU.
+        self._stager = BlockingAsyncStager(cache_staged_state_dict=torch.cuda.is_available())
+
+    def save(
+        self,
+        step: int,
+        state: dict[str, Any],
+        extra: dict[str, Any],
+        score: float | None = None,
+        required: bool = False,
+    ) -> None:
+        """Save a checkpoint, in the background if the config says so.
+
+        Args:
+            state: nested dict of tensors and DTensors, e.g. model and optimizer state dicts; JSON leaves are kept too.
+            extra: JSON values to get back from `load`.
+            score: of this checkpoint, higher is better; the best one is never removed.
+            required: wait for the end and raise if it fails, as for the last save of a run.
+
+        Raises:
+            SaveFailed: required, or too many saves in a row have failed (`checkpoint.max_failed_saves`).
+        """
+        self.wait()
+        if step in self._verified:
+            return
+        tensors, values = split_state(state)
+        document = {"step": step, "extra": extra, "values": values}
+        if self.config.asynchronous and not required:
+            staged = self._stager.stage(tensors)
+            self._pending = _Save(step, lambda: self._write(step, staged, document, score))
+            self._pending.start()
+            return
+        save = _Save(step, lambda: self._write(step, tensors, document, score))
+        save.run()
+        self._conclude(save, required)
+
+    def poll(self) -> None:
+        """Take note of a background save that has ended; called at every step.
+
+        Raises:
+            SaveFailed: too many saves in a row have failed.
+        """
+        if self._pending is not None and not self._pending.is_alive():
+            save, self._pending = self._pending, None
+            self._conclude(save, required=False)
+
+    def wait(self) -> None:
+        """Wait for a background save; called before the end of a run.
+
+        Raises:
+            DeadlineError: it takes longer than the timeout.
+            SaveFailed: as `poll`.
+        """
+        if (save := self._pending) is not None:
+            self._wait_until(lambda: not save.is_alive(), f"the checkpoint of step {save.step}", self._timeout)
+            self.poll()
+
+    def load(self, path: Path, state: dict[str, Any]) -> dict[str, Any]:
+        """Load a checkpoint, verified by `find_checkpoint`, into `state` in place; any number of ranks may have saved it.
+
+        Returns:
+            The `extra` it was saved with.
+
+        Raises:
+            UserError: its tensors are not those of `state`.
+        """
+        tensors, _ = split_state(state)
+        problems = differences(tensors, path)
+        if problems:
+            more = f" and {len(problems) - 5} more" if len(problems) > 5 else ""
+            raise UserError(
+                f"checkpoint {path} does not fit this model: {'; '.join(problems[:5])}{more}",
+                "use the options it was trained with, or --resume none",
+            )
+        dcp.load(tensors, storage_reader=RecordReader(path), process_group=self.group, no_dist=self.group is None)
+        document = json.loads((path / EXTRA).read_text())
+        merge_values(state, document["values"])
+        if path.parent.resolve() == checkpoints_of(self.run_dir).resolve():
+            self._verified.add(step_of(path))
+        return document["extra"]
+
+    def _conclude(self, save: _Save, required: bool) -> None:
+        """Count a save as done or failed, on the main thread."""
+        if save.error is None:
+            self._failed_saves = 0
+            self._verified.add(save.step)
+            return
+        if not isinstance(save.error, SaveFailed):
+            raise save.error
+        self._failed_saves += 1
+        log.warning("%s (%d of %d in a row)", save.error, self._failed_saves, self.config.max_failed_saves)
+        if required or self._failed_saves >= self.config.max_failed_saves:
+            raise save.error
+
+    def _write(self, step: int, tensors: dict[str, Any], document: dict[str, Any], score: float | None) -> None:
+        """All stages of one save, on every rank."""
+        final = checkpoints_of(self.run_dir) / f"step-{step}"
+        temporary = final.with_name(final.name + TEMPORARY)
+        try:
+            self._vote("making the folder", self._leader(lambda: _make_folder(temporary)))
+            self._write_shards(temporary, step, tensors)
+            self._vote("writing", self._leader(lambda: write_durably(temporary / EXTRA, json.dumps(document))))
+            sealed = self._vote("sealing", lambda: seal_files(self._own_files(temporary)))
+            files = {name: entry for part in sealed for name, entry in part.items()}
+            self._vote("publishing", self._leader(lambda: self._publish(temporary, final, files, step, score)))
+        except SaveFailed:
+            if self._rank == 0:
+                shutil.rmtree(temporary, ignore_errors=True)
+            raise
+
+    def _write_shards(self, folder: Path, step: int, tensors: dict[str, Any]) -> None:
+        writer = ShardWriter(folder, step)
+        try:
+            dcp.save(tensors, storage_writer=writer, process_group=self.group, no_dist=self.group is None)
+        except CheckpointException as error:
+            causes = {rank: _describe(failure[0]) for rank, failure in error.failures.items()}
+            raise self._save_failed("writing", causes) from None
+
+    def _publish(self, temporary: Path, final: Path, files: dict[str, Any], step: int, score: float | None) -> None:
+        faults.trip("save-manifest", step)
+        write_manifest(temporary, files, step, score)
+        faults.trip("save-rename", step)
+        publish(temporary, final)
+        faults.trip("save-pointer", step)
+        point_to(final)
+        for removed in apply_retention(self.run_dir, self._verified | {step}, self.config.keep):
+            log.info("removed checkpoint %s", removed)
+
+    def _own_files(self, folder: Path) -> list[Path]:
+        """The files this rank wrote: its shard; the first rank also what belongs to nobody."""
+        shards = f"__{self._rank}_"
+        return sorted(
+            path
+            for path in folder.iterdir()
+            if path.name.startswith(shards) or (self._rank == 0 and not path.name.startswith("__"))
+        )
+
+    def _leader(self, action: Callable[[], None]) -> Callable[[], None]:
+        return action if self._rank == 0 else lambda: None
+
+    def _vote(self, stage: str, action: Callable[[], T]) -> list[T]:
+        """Run an action on every rank and tell all how it went; raises on all if it failed on any."""
+        outcome: tuple[T | None, str | None]
+        try:
+            outcome = (action(), None)
+        except Exception as error:  # told to all the ranks, which raise it
+            outcome = (None, _describe(error))
+        outcomes: list[Any] = [outcome]
+        if self.group is not None:
+            outcomes = [None] * dist.get_world_size(self.group)
+            dist.all_gather_object(outcomes, outcome, group=self.group)
+        causes = {rank: cause for rank, (_, cause) in enumerate(outcomes) if cause is not None}
+        if causes:
+            raise self._save_failed(stage, causes)
+        return [value for value, _ in outcomes]
+
+    def _save_failed(self, stage: str, causes: dict[int, str]) -> SaveFailed:
+        named = "; ".join(f"rank {self._global_rank(rank)}: {cause}" for rank, cause in sorted(causes.items()))
+        return SaveFailed(
+            f"saving a checkpoint failed while {stage} it ({named})", f"see {checkpoints_of(self.run_dir)}"
+        )
+
+    def _global_rank(self, rank: int) -> int:
+        return rank if self.group is None else dist.get_global_rank(self.group, rank)
+
+
+class _Save(threading.Thread):
+    """One save; `error` is what came of it."""
+
+    def __init__(self, step: int, work: Callable[[], None]) -> None:
+        super().__init__(name=f"save-{step}", daemon=True)
+        self.step, self._work = step, work
+        self.error: BaseException | None = None
+
+    def run(self) -> None:
+        try:
+            self._work()
+        except BaseException as error:  # raised again in the main thread by _conclude
+            self.error = error
+
+
+def _make_folder(temporary: Path) -> None:
+    if temporary.exists():
+        shutil.rmtree(temporary)
+    temporary.parent.mkdir(mode=FOLDER_MODE, parents=True, exist_ok=True)
+    os.mkdir(temporary, FOLDER_MODE)
+
+
+def _describe(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"

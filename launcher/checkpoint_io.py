@@ -1,0 +1,136 @@
+"""What goes between a training state and torch's distributed checkpoint (DCP): tensors to DCP, the rest to JSON.
+
+DCP pickles whatever is not a tensor, and unpickles it without restraint. Here only tensors reach it, and its own
+`.metadata` file, a pickle too, is read by an unpickler that knows no class but DCP's records.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+
+from launcher import faults
+
+METADATA = ".metadata"
+SEPARATOR = "/"
+# Modules and names that `.metadata` of torch 2.11 to 2.13 is made of.
+_RECORDS = {
+    "torch.distributed.checkpoint.metadata": {
+        "Metadata", "TensorStorageMetadata", "TensorProperties", "ChunkStorageMetadata", "MetadataIndex", "StorageMeta",
+        "_MEM_FORMAT_ENCODING",
+    },
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch": {"Size"},
+    "torch.serialization": {"_get_layout"},
+    "pathlib": {"PosixPath"},
+    "pathlib._local": {"PosixPath"},
+}  # fmt: skip
+
+
+def split_state(state: dict[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """A nested state as flat tensors and flat JSON values, both keyed by path.
+
+    Raises:
+        TypeError: a leaf is neither a tensor nor JSON.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+    values: dict[str, Any] = {}
+    for path, leaf in _leaves(state):
+        key = SEPARATOR.join(path)
+        if isinstance(leaf, torch.Tensor):
+            tensors[key] = leaf
+        elif _is_json(leaf):
+            values[key] = leaf
+        else:
+            raise TypeError(f"checkpoint: {key} is a {type(leaf).__name__}; only tensors and JSON values can be saved")
+    return tensors, values
+
+
+def merge_values(state: dict[str, Any], values: dict[str, Any]) -> None:
+    """Put saved JSON values back into a nested state, in place; tuples stay tuples."""
+    for path, leaf in list(_leaves(state)):
+        key = SEPARATOR.join(path)
+        if not isinstance(leaf, torch.Tensor) and key in values:
+            place: Any = state
+            for part in path[:-1]:
+                place = place[int(part)] if isinstance(place, list) else place[part]
+            value = tuple(values[key]) if isinstance(leaf, tuple) else values[key]
+            place[int(path[-1]) if isinstance(place, list) else path[-1]] = value
+
+
+def differences(wanted: dict[str, torch.Tensor], folder: Path) -> list[str]:
+    """How the tensors of a checkpoint differ from what the model wants: missing, unknown, of another shape."""
+    saved = {key: tuple(entry.size) for key, entry in RecordReader(folder).read_metadata().state_dict_metadata.items()}
+    shapes = {key: tuple(tensor.shape) for key, tensor in wanted.items()}
+    return (
+        [f"{key} is missing in the checkpoint" for key in sorted(shapes.keys() - saved.keys())]
+        + [f"{key} is not part of this model" for key in sorted(saved.keys() - shapes.keys())]
+        + [
+            f"{key} has shape {list(saved[key])}, this model wants {list(shapes[key])}"
+            for key in sorted(saved.keys() & shapes.keys())
+            if saved[key] != shapes[key]
+        ]
+    )
+
+
+class ShardWriter(FileSystemWriter):
+    """DCP's writer, with a place for injected faults after this rank's shard is written."""
+
+    def __init__(self, folder: Path, step: int) -> None:
+        super().__init__(folder, single_file_per_rank=True, sync_files=True)
+        self._step = step
+
+    def write_data(self, plan: Any, planner: Any) -> Any:
+        written = super().write_data(plan, planner)
+        faults.trip("save-shard", self._step)
+        return written
+
+
+class RecordReader(FileSystemReader):
+    """DCP's reader, which reads `.metadata` without trusting it and takes tensors only."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Read `.metadata`.
+
+        Raises:
+            pickle.UnpicklingError: it names something that is no record of DCP.
+        """
+        with (Path(self.path) / METADATA).open("rb") as file:
+            metadata = _RecordUnpickler(file).load()
+        for key, entry in metadata.state_dict_metadata.items():
+            if not isinstance(entry, TensorStorageMetadata):
+                raise pickle.UnpicklingError(f"{key} in {self.path} is not a tensor; only tensors are loaded")
+        metadata.storage_meta = metadata.storage_meta or StorageMeta()
+        metadata.storage_meta.load_id = self.load_id
+        return metadata
+
+
+class _RecordUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if is_dtype or name in _RECORDS.get(module, ()):
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"{METADATA} names {module}.{name}, which does not belong in a checkpoint")
+
+
+def _leaves(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    if isinstance(value, dict):
+        for key, entry in value.items():
+            yield from _leaves(entry, (*path, str(key)))
+    elif isinstance(value, list) and not _is_json(value):
+        for index, entry in enumerate(value):
+            yield from _leaves(entry, (*path, str(index)))
+    else:
+        yield path, value
+
+
+def _is_json(value: Any) -> bool:
+    if isinstance(value, list | tuple):
+        return all(_is_json(entry) for entry in value)
+    return value is None or isinstance(value, bool | int | float | str)

@@ -1,0 +1,125 @@
+"""Who is watched, who is blamed, who is gone or silent: the decisions of the watchdog, without threads."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from launcher.peers import Beat, Member, PeerTable, blame, watches
+from launcher.processes import crash_in, describe_exit, is_alive, read_process
+from launcher.stacks import is_in_collective
+from launcher.topology import Role
+from tests.rank_processes import FileControl
+
+
+def _beat(rank: int, step: int, waiting: bool, seconds: float = 1.0) -> Beat:
+    return Beat(rank, f"drafter {rank}", 1, "step", step, waiting, seconds)
+
+
+def _member(rank: int, node: int = 0, local_rank: int | None = None, pid: int = 1, start: int = 0) -> Member:
+    return Member(
+        rank, f"drafter {rank}", node, rank if local_rank is None else local_rank, pid, start, f"rank_{rank}.log"
+    )
+
+
+def test_a_working_rank_blames_itself() -> None:
+    own = _beat(0, 3, waiting=False)
+    assert blame(own, [_beat(1, 2, waiting=False)]) is own
+
+
+def test_a_waiting_rank_blames_the_working_rank_furthest_behind() -> None:
+    own = _beat(0, 3, waiting=True)
+    others = [_beat(1, 3, waiting=False), _beat(2, 2, waiting=False, seconds=5), _beat(3, 2, waiting=False, seconds=9)]
+    assert blame(own, others).rank == 3
+    assert blame(own, [_beat(1, 1, waiting=True)]) is own, "nobody works: a deadlock is reported by who found it"
+
+
+def test_who_watches_whom() -> None:
+    """All of the own node; between nodes only the first ranks, so that the load grows slowly."""
+    assert watches(_member(1), _member(2)) and not watches(_member(1), _member(1))
+    other_first, other_second = _member(8, node=1, local_rank=0), _member(9, node=1, local_rank=1)
+    assert watches(_member(0), other_first) and not watches(_member(0), other_second)
+    assert not watches(_member(1), other_first)
+
+
+@pytest.fixture
+def table(tmp_path: Path) -> tuple[PeerTable, FileControl]:
+    me = Member.this_process(Role(0, "target", 0, 0, 0), "rank_0.log")
+    return PeerTable(me, 2), FileControl(tmp_path)
+
+
+def _join(control: FileControl, process: subprocess.Popen[bytes]) -> None:
+    state = read_process(process.pid)
+    assert state is not None
+    control.set("member/1", vars(_member(1, pid=process.pid, start=state.start_ticks)))
+    control.set("phase/1", ["save", 7])
+
+
+def test_a_dead_peer_is_found_with_its_signal(table: tuple[PeerTable, FileControl]) -> None:
+    peers, control = table
+    with subprocess.Popen(["sleep", "60"]) as process:
+        _join(control, process)
+        peers.refresh(control, 0.0)
+        assert peers.find_gone(control) is None and len(peers.descriptors()) == 1
+        process.kill()
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        failure = peers.find_gone(control)
+    assert failure is not None
+    assert (failure.rank, failure.phase, failure.step, failure.code) == (1, "save", 7, 75)
+    assert "SIGKILL" in failure.reason and "out of memory" in failure.reason
+    assert peers.find_gone(control) is None, "reported once"
+    peers.close()
+
+
+def test_a_peer_that_said_goodbye_may_go(table: tuple[PeerTable, FileControl]) -> None:
+    peers, control = table
+    with subprocess.Popen(["sleep", "60"]) as process:
+        _join(control, process)
+        peers.refresh(control, 0.0)
+        control.set("left/1", "done")
+        process.kill()
+    assert peers.find_gone(control) is None
+    assert peers.find_silent(control, 1000.0, 5.0) is None
+    peers.close()
+
+
+def test_silence_is_measured_on_the_own_clock_and_forgiven_after_an_own_pause(
+    table: tuple[PeerTable, FileControl],
+) -> None:
+    peers, control = table
+    with subprocess.Popen(["sleep", "60"]) as process:
+        _join(control, process)
+        for now in range(0, 12, 2):
+            control.set("beat/1", vars(_beat(1, 7, False)) | {"sequence": now})
+            peers.refresh(control, float(now))
+            assert peers.find_silent(control, float(now), 5.0) is None
+        for now in range(12, 18, 2):
+            peers.refresh(control, float(now))
+        failure = peers.find_silent(control, 16.0, 5.0)
+        assert failure is not None and failure.rank == 1 and "keeps the GIL" in failure.reason
+        assert peers.is_mute(1, 5.0)
+        peers.refresh(control, 100.0)
+        assert peers.find_silent(control, 100.0, 5.0) is None, "the machine slept, not the peer"
+        process.kill()
+    peers.close()
+
+
+def test_a_used_again_pid_is_not_the_same_process() -> None:
+    state = read_process(os.getpid())
+    assert state is not None
+    assert is_alive(os.getpid(), state.start_ticks) and not is_alive(os.getpid(), state.start_ticks + 1)
+
+
+def test_how_a_process_ended_in_words(tmp_path: Path) -> None:
+    log = tmp_path / "rank.log"
+    assert "SIGSEGV" in describe_exit(11, log) and "exit code 3" in describe_exit(3 << 8, log)
+    assert "probably killed" in describe_exit(None, log)
+    log.write_text("step 3\nFatal Python error: Segmentation fault\n\nThread 0x1:\n")
+    assert crash_in(log) == "Segmentation fault" and "Segmentation fault" in describe_exit(None, log)
+
+
+def test_no_thread_of_this_test_sits_in_a_collective() -> None:
+    assert not is_in_collective(own_thread=-1)
