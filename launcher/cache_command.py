@@ -22,7 +22,7 @@ from launcher.fingerprint import collect, digest
 DAY = 86400.0
 
 
-def cache_command(args: list[str]) -> int:
+def main(args: list[str]) -> int:
     """Run `cache ARGS`; returns the exit code."""
     flags = _parser().parse_args(args)
     root = cache_root(flags.cache_dir)

@@ -62,6 +62,10 @@ class Command:
     print_config: bool = False
     strict_environment: bool = False
     max_restarts: int = 0
+    nnodes: int = 1
+    node_rank: int = 0
+    master: str = ""
+    """host:port of the first node; only where nnodes > 1."""
 
 
 def parse(argv: list[str]) -> Command:
@@ -82,6 +86,8 @@ def parse(argv: list[str]) -> Command:
         config = validate(values)
     except ConfigError as error:
         problems += error.problems
+    if flags.nnodes > 1 and not flags.master.rpartition(":")[2].isdigit():
+        problems.append("--master: several nodes need host:port of node 0 -> for example --master 10.0.0.1:29500")
     problems += missing_inputs(merge(Config().model_dump(), values))
     if problems:
         raise ConfigError(problems)
@@ -94,6 +100,9 @@ def parse(argv: list[str]) -> Command:
         flags.print_config,
         flags.strict_environment,
         flags.max_restarts,
+        flags.nnodes,
+        flags.node_rank,
+        flags.master,
     )
 
 
@@ -155,7 +164,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="launch.sh",
         description="Train a DFlash drafter, every target and drafter in its own rank.",
-        epilog=f"other commands (first word):\n{words}\n\noptions by dotted key:\n{_options_help()}",
+        epilog=f"other commands (first word):\n{words}\n\noptions by dotted key:\n{_options_help()}\n{_aliases_help()}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
@@ -163,14 +172,19 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--preset", help=f"one of {', '.join(preset_names())} (default without --config: demo)")
     parser.add_argument("--config", type=Path, help="TOML file, on top of the preset where one is named")
     parser.add_argument("--nproc", type=int, help="ranks on this node (default: one per GPU, 8 on CPU)")
+    parser.add_argument("--nnodes", type=int, default=1, help="nodes of the run; start launch.sh on each of them")
+    parser.add_argument("--node-rank", type=int, default=0, help="number of this node, from 0")
+    parser.add_argument("--master", default="", metavar="HOST:PORT", help="where node 0 can be reached")
     parser.add_argument("--print-config", action="store_true", help="print the merged config and leave")
     parser.add_argument("--strict-environment", action="store_true", help="refuse a changed build instead of warning")
     parser.add_argument("--max-restarts", type=int, default=0, help="restarts after a failure that a retry may cure")
-    for flag, key in ALIASES.items():
-        parser.epilog += f"\n  {flag:<18} same as --{key}"
-    for flag, (key, value) in SWITCHES.items():
-        parser.epilog += f"\n  {flag:<18} same as --{key}={value}"
     return parser
+
+
+def _aliases_help() -> str:
+    same = list(ALIASES.items())
+    same += [(flag, f"{key}={value}") for flag, (key, value) in SWITCHES.items()]
+    return "\n".join(f"  {flag:<18} same as --{option}" for flag, option in same)
 
 
 def _options_help() -> str:

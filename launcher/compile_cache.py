@@ -87,11 +87,12 @@ class ActiveCache:
             self.in_use = None
 
 
-def activate(config: Config, fingerprint: Fingerprint, attempt_dir: Path) -> ActiveCache:
+def activate(config: Config, fingerprint: Fingerprint, session: str) -> ActiveCache:
     """Choose the cache folder of a run and check it. Sets no environment variable.
 
     Args:
-        attempt_dir: the folder of this start; names the private cache, so that all ranks of a node share that too.
+        session: one word for all ranks of a start on one node, another for each start; names the private cache, so
+            that the ranks share that too.
 
     Raises:
         RetryableError: not even a private folder can be made.
@@ -107,7 +108,7 @@ def activate(config: Config, fingerprint: Fingerprint, attempt_dir: Path) -> Act
         return ActiveCache(folder, _notices(root, folder, fingerprint), in_use=in_use)
     except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: no home folder
         notice = f"compile cache {folder or 'folder'} is not used, compiling anew in a private one: {error}"
-        private = private_folder(attempt_dir)
+        private = private_folder(session)
         try:
             make_own_folder(private)
         except (OSError, ValueError) as problem:
@@ -227,7 +228,7 @@ def folder_name(fingerprint: Fingerprint, shape: dict[str, str]) -> str:
     return f"{digest(fingerprint)}-{model}-{key}"
 
 
-def private_folder(attempt_dir: Path) -> Path:
-    """Where an attempt compiles when its shared cache cannot be used."""
-    key = hashlib.sha256(str(attempt_dir.absolute()).encode()).hexdigest()[:12]
+def private_folder(session: str) -> Path:
+    """Where a start compiles when its shared cache cannot be used."""
+    key = hashlib.sha256(session.encode()).hexdigest()[:12]
     return Path(tempfile.gettempdir()) / f"dflash-launcher-{os.getuid()}-{key}"

@@ -33,6 +33,20 @@ def record_environment(
     Raises:
         UserError: the lock does not match, or a change under `--strict-environment`; nothing is written then.
     """
+    changes = check_environment(run_dir, current, strict, config_file)
+    for folder in (attempt_dir, run_dir):
+        write_fingerprint(folder / FILE_NAME, current)
+    return [f"environment changed: {change}" for change in changes]
+
+
+def check_environment(
+    run_dir: Path, current: Fingerprint, strict: bool, config_file: Path | None = None
+) -> list[Change]:
+    """What changed since the run's last attempt.
+
+    Raises:
+        UserError: the lock beside the config file does not match, or a change under `--strict-environment`.
+    """
     check_lock(config_file, current)
     changes: list[Change] = []
     if (run_dir / FILE_NAME).exists():
@@ -42,9 +56,7 @@ def record_environment(
             "the environment changed since the last attempt:\n" + _lines(changes),
             "restore it, start another run folder, or leave out --strict-environment",
         )
-    for folder in (attempt_dir, run_dir):
-        write_fingerprint(folder / FILE_NAME, current)
-    return [f"environment changed: {change}" for change in changes]
+    return changes
 
 
 def check_lock(config_file: Path | None, current: Fingerprint) -> None:
@@ -88,7 +100,7 @@ def write_fingerprint(path: Path, fingerprint: Fingerprint) -> None:
     temporary.replace(path)
 
 
-def fingerprint_command(args: list[str]) -> int:
+def main(args: list[str]) -> int:
     """The command `fingerprint`; returns the exit code."""
     parser = CommandParser(prog="./launch.sh fingerprint", description="What this machine compiles with.")
     what = parser.add_mutually_exclusive_group()

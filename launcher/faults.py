@@ -64,7 +64,9 @@ def armed(kind: str, phase: str, step: int | None = None) -> bool:
 
 
 def _here(phase: str, step: int | None, kinds: tuple[str, ...]) -> list[Fault]:
-    rank, restarts = int(os.environ.get("RANK", 0)), int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
+    rank = int(os.environ.get("RANK", 0))
+    # torchrun counts its own restarts, launch.sh those of torchrun.
+    restarts = sum(int(os.environ.get(name, 0)) for name in ("TORCHELASTIC_RESTART_COUNT", "LAUNCHER_RESTARTS"))
     faults = [fault for fault in parse_faults(_TEXT) if fault.kind in kinds]
     return [fault for fault in faults if fault.strikes(phase, step, rank, restarts)]
 

@@ -63,7 +63,8 @@ def prepare(stack: ExitStack, command: Command, env: RankEnv) -> Start:
     device = prepare_environment(config, env)
     make_run_dir(config.runtime.run_dir)
     fingerprint = collect()
-    cache = activate(config, fingerprint, os.environ.get("TORCHELASTIC_RUN_ID", "run"))
+    session = os.environ.get(ATTEMPT_VARIABLE) or os.environ.get("TORCHELASTIC_RUN_ID", "run")
+    cache = activate(config, fingerprint, session)
     os.environ.update(cache.environment)
     if env.local_rank == 0:
         stack.callback(cache.close)

@@ -38,7 +38,7 @@ def make_config(root: Path, **drafter: object) -> Config:
 
 
 def start(config: Config, tmp_path: Path, fingerprint: Fingerprint = HERE) -> ActiveCache:
-    return activate(config, fingerprint, tmp_path / "attempts/1")
+    return activate(config, fingerprint, str(tmp_path))
 
 
 def filled(config: Config, tmp_path: Path) -> ActiveCache:
@@ -179,7 +179,7 @@ def test_a_full_disk_costs_one_warning(config: Config, tmp_path: Path, monkeypat
 
 def test_without_any_room_the_run_says_so(config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
-    monkeypatch.setattr(compile_cache, "private_folder", lambda attempt: tmp_path / "file/private")
+    monkeypatch.setattr(compile_cache, "private_folder", lambda session: tmp_path / "file/private")
     with pytest.raises(RetryableError, match="compile.cache_dir"):
         start(make_config(tmp_path / "file/caches"), tmp_path)
 
@@ -285,7 +285,7 @@ def test_a_hostile_or_broken_bundle_is_refused_and_leaves_nothing(tmp_path: Path
 
 
 def cache_cli(*args: str, root: Path, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
-    code = commands.cache_command(["--cache-dir", str(root), *args])
+    code = commands.main(["--cache-dir", str(root), *args])
     return code, capsys.readouterr().out
 
 

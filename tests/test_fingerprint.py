@@ -12,7 +12,7 @@ import pytest
 
 from launcher.environment import (
     check_lock,
-    fingerprint_command,
+    main,
     read_fingerprint,
     record_environment,
     write_fingerprint,
@@ -159,19 +159,19 @@ def test_a_lock_pins_the_environment_but_not_the_code(tmp_path: Path) -> None:
 
 
 def test_commands_lock_and_compare(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert fingerprint_command(["--lock", str(tmp_path / "run.toml")]) == 0
+    assert main(["--lock", str(tmp_path / "run.toml")]) == 0
     check_lock(tmp_path / "run.toml", collect())
     for name, values in {"a": BUILD, "b": BUILD | {"triton": "3.7.0"}}.items():
         (tmp_path / name).mkdir()
         write_fingerprint(tmp_path / name / "environment.json", values)
     capsys.readouterr()
-    assert fingerprint_command(["--diff", str(tmp_path / "a"), str(tmp_path / "b")]) == 1
+    assert main(["--diff", str(tmp_path / "a"), str(tmp_path / "b")]) == 1
     assert "triton: 3.6.0 -> 3.7.0" in capsys.readouterr().out
-    assert fingerprint_command(["--diff", str(tmp_path / "a"), str(tmp_path / "a/environment.json")]) == 0
+    assert main(["--diff", str(tmp_path / "a"), str(tmp_path / "a/environment.json")]) == 0
     with pytest.raises(UserError, match="cannot read"):
-        fingerprint_command(["--diff", str(tmp_path / "a"), str(tmp_path / "nothing")])
+        main(["--diff", str(tmp_path / "a"), str(tmp_path / "nothing")])
     with pytest.raises(UserError, match="unrecognized"):
-        fingerprint_command(["--nope"])
+        main(["--nope"])
 
 
 def _root() -> Path:

@@ -1,0 +1,153 @@
+"""The parent of a run that `./launch.sh` starts: lock, numbered attempt, torchrun, signals, and the true exit code.
+
+torchrun ends with 0 or 1 whatever happened, so the code comes from the run's status.json; where no rank could write
+one, it is written here.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from launcher.cli import Command
+from launcher.compile_cache import private_folder
+from launcher.config import Config, to_toml
+from launcher.console import Tee
+from launcher.environment import check_environment
+from launcher.errors import ExitCode
+from launcher.fallback_status import fallback_status, own_lines
+from launcher.fingerprint import collect
+from launcher.outcome import SUPERVISED
+from launcher.run_folder import ATTEMPT_VARIABLE, lock_run, open_attempt
+from launcher.runtime import RankEnv, choose_device, gpu_uuids
+from launcher.status import FILE_NAME, Status, final_box, read_status, write_status
+from launcher.topology import resolve_split
+from launcher.torchrun import Torchrun
+
+MAIN = Path(__file__).resolve().parent / "main.py"
+RESTARTS_VARIABLE = "LAUNCHER_RESTARTS"
+CPU_RANKS = 8
+# Attempts in a row that reach no new step before restarting is given up.
+FUTILE_ATTEMPTS = 3
+# What torchrun takes to end its workers and itself, beyond the time that the ranks have.
+TORCHRUN_SECONDS = 30.0
+
+
+def supervise(command: Command, worker: Path = MAIN) -> int:
+    """Run a training command under torchrun and return the code of its status.json.
+
+    Args:
+        worker: the script that every rank runs.
+
+    Raises:
+        UserError: the run cannot start as asked: its split, its GPUs, a run folder in use, a changed environment.
+    """
+    if command.print_config:
+        print(to_toml(command.config), end="")
+        return ExitCode.FINISHED
+    run_dir = command.config.runtime.run_dir
+    ranks = choose_ranks(command.config, command.nproc, gpu_uuids())
+    with lock_run(run_dir):
+        check_environment(run_dir, collect(), command.strict_environment, command.config_file)
+        ended: list[Status] = []
+        while not ended or may_restart(ended, command.max_restarts):
+            ended.append(run_attempt(command, ranks, worker, restarts=len(ended)))
+    code = ended[-1].code
+    return ExitCode.UNCLASSIFIED if code is None else code
+
+
+def run_attempt(command: Command, ranks: int, worker: Path, restarts: int) -> Status:
+    """One torchrun, from a new attempt folder to the status it ended with."""
+    config, run_dir = command.config, command.config.runtime.run_dir
+    attempt = open_attempt(run_dir, config)
+    (run_dir / FILE_NAME).unlink(missing_ok=True)
+    log = attempt / "torchrun.log"
+    tee = Tee(attempt / "console.log")
+    tee.say(f"[launch] attempt {attempt.name}: {ranks} ranks" + f", restart {restarts}" * bool(restarts))
+    environment = rank_environment(os.environ, attempt, restarts, config.runtime.grace, sys.stdout.isatty())
+    with Torchrun(torchrun_command(command, ranks, worker), environment, log) as torchrun:
+        assert torchrun.process.stdout is not None, "it was asked for as a pipe"
+        copying = tee.follow(torchrun.process.stdout)
+        patience = config.runtime.grace + TORCHRUN_SECONDS
+        code = torchrun.wait(lambda: reported_end(run_dir) is not None, patience)
+    copying.join(timeout=2.0)
+    status = reported_end(run_dir)
+    if status is None:
+        status = fallback_status(code, torchrun.asked, log, run_dir)
+        write_status(run_dir, status)
+        if status.state == "failed":
+            tee.say("\n".join(own_lines(log)))
+    if status.state in {"failed", "stopped"}:
+        tee.say(final_box(status, sys.stdout if sys.stdout.isatty() else None).rstrip())
+    tee.close()
+    shutil.copyfile(run_dir / FILE_NAME, attempt / FILE_NAME)
+    shutil.rmtree(private_folder(str(attempt)), ignore_errors=True)
+    return status
+
+
+def choose_ranks(config: Config, asked: int | None, gpus: Sequence[str]) -> int:
+    """Ranks of this node: `--nproc`, else what the split names, else one per GPU, else 8.
+
+    Raises:
+        UserError: the split or the GPUs do not fit that number.
+    """
+    topology, on_gpus = config.topology, config.runtime.device != "cpu" and bool(gpus)
+    ranks = asked
+    if ranks is None and topology.targets is not None and topology.drafters is not None:
+        ranks = topology.targets * topology.target_tp + topology.drafters
+    if ranks is None:
+        ranks = len(gpus) if on_gpus and not (config.runtime.share_gpus and len(gpus) < 2) else CPU_RANKS
+    choose_device(
+        config.runtime.device, config.runtime.share_gpus, list(gpus), RankEnv(0, 0, ranks, ranks, "", 0, 0, False)
+    )
+    resolve_split(ranks, topology.targets, topology.drafters, topology.target_tp)
+    return ranks
+
+
+def torchrun_command(command: Command, ranks: int, worker: Path) -> list[str]:
+    """The command line of torchrun; the ranks read the same flags again."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
+    if command.nnodes == 1:
+        launcher += ["--standalone"]
+    else:
+        host, _, port = command.master.rpartition(":")
+        launcher += ["--nnodes", str(command.nnodes), "--node-rank", str(command.node_rank)]
+        launcher += ["--master-addr", host, "--master-port", port]
+    return [*launcher, str(worker), *command.args]
+
+
+def rank_environment(
+    environ: Mapping[str, str], attempt: Path, restarts: int, grace: float, terminal: bool
+) -> dict[str, str]:
+    """What the ranks are told beside their flags; everything that torch reads is set in runtime.py."""
+    told = {
+        SUPERVISED: "1",
+        ATTEMPT_VARIABLE: str(attempt),
+        RESTARTS_VARIABLE: str(restarts),
+        # torchrun kills ranks that have not ended this long after it passed a signal on (torch 2.12; before, 30 s).
+        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(int(grace) + 10),
+    }
+    if terminal:  # the ranks write to a pipe and could not know
+        told |= {"FORCE_COLOR": "1", "COLUMNS": str(shutil.get_terminal_size().columns)}
+    return {**environ, **told}
+
+
+def reported_end(run_dir: Path) -> Status | None:
+    """The status that the ranks ended with, None while they run or if they could not write it."""
+    try:
+        status = read_status(run_dir)
+    except ValueError:
+        return None
+    return None if status is None or status.state == "running" else status
+
+
+def may_restart(ended: Sequence[Status], max_restarts: int) -> bool:
+    """Whether to start again: a retry may help, restarts are left, and the last attempts reached new steps."""
+    if ended[-1].code != ExitCode.RETRY or len(ended) > max_restarts:
+        return False
+    steps = [status.step or 0 for status in ended]
+    futile = steps[-FUTILE_ATTEMPTS:]
+    return len(steps) < FUTILE_ATTEMPTS or max(futile) > max(steps[:-FUTILE_ATTEMPTS], default=min(futile))

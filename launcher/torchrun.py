@@ -1,0 +1,116 @@
+"""One torchrun and everything it started: spawned, signalled, waited for, and gone at the end. No torch.
+
+Ranks live in sessions of their own, so a process group does not reach them. This process therefore adopts orphans
+(PR_SET_CHILD_SUBREAPER): whatever the run leaves behind is its descendant, and is found and killed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import math
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import FrameType
+
+import psutil
+
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+POLL_SECONDS = 0.05
+LOOK_SECONDS = 1.0
+# Ranks that outlive torchrun end by themselves within moments; none is waited for longer than this.
+LEAVE_SECONDS = 5.0
+
+
+class Torchrun:
+    """A running torchrun. Use as a context manager: on exit no process of it is left."""
+
+    def __init__(self, command: list[str], environment: Mapping[str, str], log: Path) -> None:
+        self.asked: list[signal.Signals] = []
+        """Stop signals that this process was sent, in order."""
+        self._command, self._environment, self._log = command, environment, log
+        self._previous: dict[signal.Signals, object] = {}
+
+    def __enter__(self) -> Torchrun:
+        _prctl(PR_SET_CHILD_SUBREAPER, 1)
+        self._previous = {number: signal.signal(number, self._on_signal) for number in STOP_SIGNALS}
+        parent = os.getpid()
+        with self._log.open("ab") as log:
+            self.process = subprocess.Popen(
+                self._command,
+                env=dict(self._environment),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                start_new_session=True,  # a terminal's Ctrl-C comes to us alone, and is passed on once
+                preexec_fn=lambda: _end_with(parent),
+            )
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        try:
+            kill_descendants(LEAVE_SECONDS if self.process.poll() is not None else 0.0)
+            self.process.wait()
+        finally:
+            for number, handler in self._previous.items():
+                signal.signal(number, handler)  # pyrefly: ignore[bad-argument-type]
+
+    def wait(self, ended: Callable[[], bool], patience: float) -> int | None:
+        """torchrun's exit code; None if it had to be given up.
+
+        A first stop signal is passed on. torchrun is given up at the second one, or when it still runs `patience`
+        seconds after the first one or after the run itself has ended.
+
+        Args:
+            ended: whether the run has reported its end.
+        """
+        passed_on, deadline, next_look = False, math.inf, 0.0
+        while (code := self.process.poll()) is None:
+            now = time.monotonic()
+            if self.asked and not passed_on:
+                passed_on, deadline = True, min(deadline, now + patience)
+                self._pass_on(self.asked[0])
+            if now >= next_look:
+                next_look = now + LOOK_SECONDS
+                if ended():
+                    deadline = min(deadline, now + patience)
+            if len(self.asked) > 1 or now > deadline:
+                return None
+            time.sleep(POLL_SECONDS)
+        return code
+
+    def _pass_on(self, number: signal.Signals) -> None:
+        # torchrun knows these two; both mean "stop in good order" to the ranks.
+        with contextlib.suppress(ProcessLookupError):
+            self.process.send_signal(number if number is signal.SIGINT else signal.SIGTERM)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self.asked.append(signal.Signals(number))
+
+
+def kill_descendants(patience: float) -> None:
+    """Wait up to `patience` seconds for every descendant of this process to end, then kill what is left."""
+    _, alive = psutil.wait_procs(psutil.Process().children(recursive=True), timeout=patience)
+    deadline = time.monotonic() + LEAVE_SECONDS
+    while alive and time.monotonic() < deadline:
+        for process in alive:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        psutil.wait_procs(alive, timeout=1.0)
+        alive = psutil.Process().children(recursive=True)
+
+
+def _end_with(parent: int) -> None:
+    """In the child, before torchrun: if the parent is killed, stop in good order."""
+    _prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def _prctl(option: int, value: int) -> None:
+    ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
