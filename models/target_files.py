@@ -115,7 +115,7 @@ def _convert_gguf(gguf: Path) -> Path:
         logger.info("dequantising %s, once, into %s", gguf.name, folder.parent)
         _write_dequantised(gguf, folder)
 
-    return _built_once(user_cache() / "models" / f"{gguf.stem}-{digest}", write)
+    return build_once(user_cache() / "models" / f"{gguf.stem}-{digest}", write)
 
 
 def _write_dequantised(gguf: Path, folder: Path) -> None:
@@ -154,10 +154,10 @@ def _random_folder(shape: str) -> Path:
         with quiet_transformers():  # any tokenizer does whose ids are below the vocabulary
             _gguf_tokenizer(_demo_gguf()).save_pretrained(folder)
 
-    return _built_once(user_cache() / "models" / f"random-{name}-{digest}", write)
+    return build_once(user_cache() / "models" / f"random-{name}-{digest}", write)
 
 
-def _built_once(folder: Path, write: Callable[[Path], None]) -> Path:
+def build_once(folder: Path, write: Callable[[Path], None]) -> Path:
     """`folder`, written by one process under a lock and renamed into place, so that it is whole or absent."""
     from filelock import FileLock, Timeout
 
@@ -167,16 +167,23 @@ def _built_once(folder: Path, write: Callable[[Path], None]) -> Path:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(f"{folder}.lock", timeout=LOCK_TIMEOUT):
             if not folder.is_dir():
-                unfinished = folder.with_name(f"{folder.name}.tmp")
-                shutil.rmtree(unfinished, ignore_errors=True)
-                unfinished.mkdir()
-                write(unfinished)
-                unfinished.rename(folder)
+                _write_and_rename(folder, write)
     except Timeout:
         raise TimeoutError(f"another process has held {folder}.lock for {LOCK_TIMEOUT:.0f} s") from None
     except PermissionError as error:
         raise ValueError(f"cannot write the cache {folder.parent}: {error} -> set XDG_CACHE_HOME") from error
     return folder
+
+
+def _write_and_rename(folder: Path, write: Callable[[Path], None]) -> None:
+    unfinished = folder.with_name(f"{folder.name}.tmp")
+    shutil.rmtree(unfinished, ignore_errors=True)  # of a process that was killed
+    unfinished.mkdir()
+    try:
+        write(unfinished)
+        unfinished.rename(folder)
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
 
 
 @contextlib.contextmanager

@@ -188,7 +188,7 @@ def test_build_once_clears_what_a_killed_process_left(tmp_path: Path) -> None:
     (tmp_path / "m.tmp").mkdir()
     (tmp_path / "m.tmp/half").touch()
     for _ in range(2):
-        folder = target_files._built_once(tmp_path / "m", write)
+        folder = target_files.build_once(tmp_path / "m", write)
     assert [path.name for path in folder.iterdir()] == ["whole"] and len(calls) == 1
 
 

@@ -1,0 +1,153 @@
+"""Packed rows for training and prompts for evaluation, from chats. Built once per node, then memory-mapped.
+
+The chats, the tokenizer and the options name a folder of the cache; where it exists, nothing is read again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import json
+import logging
+from collections.abc import Generator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from launcher.chat_mask import ChatRenderer
+from launcher.chats import ChatSource, Problem, parse_chat, report
+from launcher.config import DataConfig
+from launcher.errors import UserError
+from launcher.packing import Row, layout_row
+from launcher.row_builder import PackStats, RowOptions, build_rows
+from models.target_files import build_once
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
+
+FORMAT = 1
+"""Part of a folder's name; raise it whenever the same chats would give other rows."""
+
+
+class PackedRows:
+    """Rows of one length, read from memory-mapped Arrow files as they are asked for."""
+
+    def __init__(self, folder: Path) -> None:
+        from datasets import Dataset
+
+        self._rows: Any = Dataset.load_from_disk(str(folder / "rows")).with_format("numpy")
+        self.stats = PackStats(**json.loads((folder / "stats.json").read_text()))
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def row(self, index: int) -> Row:
+        """One row: ids, doc and positions int32 [S], loss_mask bool [S]."""
+        stored = self._rows[index]
+        return layout_row(stored["ids"].astype(np.int32), stored["loss_mask"], stored["lengths"].tolist())
+
+    def chats(self, index: int) -> list[str]:
+        """`file:line` of each document of a row, for error messages."""
+        return self._rows[index]["where"].tolist()
+
+
+def prepare_rows(data: DataConfig, tokenizer: PreTrainedTokenizerBase, cache_root: Path) -> PackedRows:
+    """The packed rows of these chats, built first if they are not in the cache.
+
+    Raises:
+        UserError: no file, or chats that cannot be used; all of them at once, by file and line.
+        TimeoutError: another process holds the lock of the same rows for too long.
+    """
+    source = ChatSource(data.path, "data.path", data.max_chats)
+    renderer = ChatRenderer(tokenizer)
+    options = RowOptions(data.row_length, data.train_on == "last", _held_out_of(data, source))
+
+    def build(folder: Path) -> None:
+        logger.info("tokenising and packing %s, once, into %s", source.name, folder.parent)
+        with _quiet_datasets():
+            build_rows(source, renderer, options, folder)
+
+    rows = PackedRows(build_once(cache_root / "data" / _digest(data, source, tokenizer), build))
+    logger.info("%s: %s", source.name, rows.stats)
+    return rows
+
+
+def eval_prompts(data: DataConfig, tokenizer: PreTrainedTokenizerBase, num_prompts: int) -> list[list[int]]:
+    """Token ids of held-out prompts, ready for the assistant's answer; fewer than asked for if there are no more.
+
+    They come from `data.eval_path`, or are the chats of `data.path` that `prepare_rows` leaves out.
+
+    Raises:
+        UserError: as for `prepare_rows`.
+    """
+    renderer = ChatRenderer(tokenizer)
+    if data.eval_path is None:
+        source = ChatSource(data.path, "data.path", data.max_chats)
+        chosen = frozenset(sorted(_held_out_of(data, source))[:num_prompts])
+    else:
+        source = ChatSource(data.eval_path, "data.eval_path", num_prompts)
+        chosen = frozenset(range(num_prompts))
+    prompts, problems = [], []
+    for index, (where, content) in enumerate(source.records()):
+        try:
+            if index in chosen:
+                prompts.append(renderer.prompt_ids(parse_chat(content, where)))
+        except Problem as problem:
+            problems.append(f"{where}: {problem}")
+    report(problems, source.name)
+    return prompts
+
+
+def row_order(num_rows: int, seed: int, micro_batch: int) -> int:
+    """The row of a micro-batch: each epoch is a permutation of all rows, so the index alone is the data position."""
+    epoch, place = divmod(micro_batch, num_rows)
+    return int(_permutation(num_rows, seed, epoch)[place])
+
+
+def held_out(num_chats: int, holdout: int) -> frozenset[int]:
+    """Indices of the chats kept for evaluation: evenly spread, as files are often sorted."""
+    return frozenset((2 * i + 1) * num_chats // (2 * holdout) for i in range(holdout))
+
+
+@functools.lru_cache(maxsize=4)
+def _permutation(num_rows: int, seed: int, epoch: int) -> npt.NDArray[np.int64]:
+    # RandomState's streams are frozen for good, so a resumed run finds the same order under another numpy.
+    return np.random.RandomState([seed % 2**32, epoch]).permutation(num_rows)
+
+
+def _held_out_of(data: DataConfig, source: ChatSource) -> frozenset[int]:
+    if data.eval_path is not None:
+        return frozenset()
+    num_chats = source.count()
+    if num_chats <= data.holdout:
+        raise UserError(
+            f"data.path: {source.name} has {num_chats} chats, and data.holdout keeps {data.holdout} for evaluation",
+            "lower data.holdout or add chats",
+        )
+    return held_out(num_chats, data.holdout)
+
+
+def _digest(data: DataConfig, source: ChatSource, tokenizer: Any) -> str:
+    holdout = data.holdout if data.eval_path is None else 0
+    vocabulary = hashlib.sha256(tokenizer.backend_tokenizer.to_str().encode()).hexdigest()
+    options = [data.row_length, data.max_chats, data.train_on, holdout]
+    parts = [FORMAT, source.identity(), options, vocabulary, str(tokenizer.chat_template), tokenizer.pad_token_id]
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
+
+
+@contextlib.contextmanager
+def _quiet_datasets() -> Generator[None]:
+    import datasets
+
+    hidden = datasets.are_progress_bars_disabled()
+    datasets.disable_progress_bars()
+    try:
+        yield
+    finally:
+        if not hidden:
+            datasets.enable_progress_bars()
