@@ -13,7 +13,8 @@ import torch.distributed as dist
 
 from launcher.acceptance import Acceptance, evaluation_steps, request_evaluation
 from launcher.barrier import OrderedTurns
-from launcher.checkpoint import Checkpointer, find_checkpoint
+from launcher.checkpoint import Checkpointer
+from launcher.checkpoint_folder import find_checkpoint
 from launcher.compile_gate import TurnReport, forbid_recompiles, pass_gate, recompile_reason, write_report
 from launcher.drafter_step import DrafterStep, StepResult
 from launcher.errors import ExitCode, LauncherError, StopRequested
@@ -148,7 +149,13 @@ class Training:
         with rank.lifecycle.phase("load", runtime.load_timeout):
             steps = self._count_steps()
             self.step = factory.build(rank.groups.drafters, steps)
-            self.checkpointer = Checkpointer(runtime.run_dir, rank.config.checkpoint, rank.groups.drafters_control)
+            self.checkpointer = Checkpointer(
+                runtime.run_dir,
+                rank.config.checkpoint,
+                rank.groups.saves,
+                rank.lifecycle.wait_until,
+                runtime.save_timeout,
+            )
             self.schedule = self._resume(steps)
         self.dtype = compute_dtype(rank.config)
         transport = make_transport(rank.groups.rows_backend, rank.groups.rows, rank.torch_device, runtime.step_timeout)
@@ -208,7 +215,9 @@ class Training:
         for notice in found.notices:
             rank.journal.announce(notice)
         if found.path is not None:
-            extra = self.checkpointer.load(found.path, self.step.state(), self.step.load_state)
+            state = self.step.state()
+            extra = self.checkpointer.load(found.path, state)
+            self.step.load_state(state)
             start, position = extra["step"], extra["micro_batches"]
             rank.journal.announce(f"resumed from {found.path} at step {start}")
         schedule = {"last_step": max(steps, start), "start_step": start, "start_micro_batch": position}
@@ -269,7 +278,7 @@ class Training:
     def _vote_stop(self) -> int:
         """The exit code of an agreed stop, 0 to go on. Every drafter takes part in every step."""
         vote = torch.tensor([int(self.rank.lifecycle.stop_code or 0)])
-        dist.all_reduce(vote, dist.ReduceOp.MAX, group=self.rank.groups.drafters_control)
+        dist.all_reduce(vote, dist.ReduceOp.MAX, group=self.rank.groups.votes)
         return int(vote)
 
     def _save(self, done: int) -> None:

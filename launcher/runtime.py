@@ -142,13 +142,14 @@ class Groups:
     """Process groups of one rank; a group it does not belong to is None.
 
     world: gloo, small CPU tensors only. rows: carries feature rows (NCCL, or gloo). drafters: gradients and shards.
-    drafters_control: gloo among the drafters, for votes. solo: this drafter alone, for its turn at the gate.
+    votes, saves: gloo among the drafters, for agreements and for checkpoints written beside training. solo: this drafter alone, for its turn at the gate.
     """
 
     rows: ProcessGroup
     rows_backend: str
     drafters: ProcessGroup | None = None
-    drafters_control: ProcessGroup | None = None
+    votes: ProcessGroup | None = None
+    saves: ProcessGroup | None = None
     solo: ProcessGroup | None = None
 
 
@@ -182,11 +183,11 @@ def join_groups(
     ranks = list(topology.drafter_ranks)
     rows = dist.new_group(backend=backend, timeout=limit)
     drafters = dist.new_group(ranks, backend=backend, timeout=limit)
-    votes = dist.new_group(ranks, backend="gloo", timeout=limit)
+    votes, saves = (dist.new_group(ranks, backend="gloo", timeout=limit) for _ in range(2))
     if env.rank not in ranks:
         return Groups(rows, backend)
     solo = dist.new_group([env.rank], backend=backend, timeout=limit, use_local_synchronization=True)
-    return Groups(rows, backend, drafters, votes, solo)
+    return Groups(rows, backend, drafters, votes, saves, solo)
 
 
 def device_mesh(group: ProcessGroup, device: Device) -> DeviceMesh:
