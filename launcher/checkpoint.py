@@ -124,7 +124,7 @@ class Checkpointer:
             self.poll()
 
     def load(self, path: Path, state: dict[str, Any]) -> dict[str, Any]:
-        """Load a checkpoint, verified by `find_checkpoint`, into `state` in place; any number of ranks may have saved it.
+        """Load a checkpoint that `find_checkpoint` verified, in place; any number of ranks may have saved it.
 
         Returns:
             The `extra` it was saved with.
@@ -224,9 +224,7 @@ class Checkpointer:
 
     def _save_failed(self, stage: str, causes: dict[int, str]) -> SaveFailed:
         named = "; ".join(f"rank {self._global_rank(rank)}: {cause}" for rank, cause in sorted(causes.items()))
-        return SaveFailed(
-            f"saving a checkpoint failed while {stage} it ({named})", f"see {checkpoints_of(self.run_dir)}"
-        )
+        return SaveFailed(f"saving a checkpoint failed while {stage} it ({named})", f"see {self.run_dir}")
 
     def _global_rank(self, rank: int) -> int:
         return rank if self.group is None else dist.get_global_rank(self.group, rank)

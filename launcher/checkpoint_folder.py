@@ -1,4 +1,4 @@
-"""The folder of checkpoints: names, the `latest` pointer, which one to resume from, what retention removes. No torch."""
+"""The folder of checkpoints: names, the `latest` pointer, which one to resume from, what to remove. No torch."""
 
 from __future__ import annotations
 
@@ -96,9 +96,8 @@ def find_checkpoint(run_dir: Path, resume: str) -> Found:
         notices.append(f"skipped checkpoint {folder}: {'; '.join(problems)}")
     if published(run_dir):
         skipped = "\n".join(notices)
-        raise UserError(
-            f"no usable checkpoint in {checkpoints_of(run_dir)}:\n{skipped}", "start anew with --resume none"
-        )
+        what = f"no usable checkpoint in {checkpoints_of(run_dir)}:\n{skipped}"
+        raise UserError(what, "start anew with --resume none")
     return Found(None, notices)
 
 
@@ -141,11 +140,9 @@ def _explicit(run_dir: Path, folder: Path, notices: list[str]) -> Found:
         raise UserError(
             f"checkpoint {folder} cannot be used: {'; '.join(problems)}", "give another one, or --resume auto"
         )
-    newer = [
-        path
-        for path in published(run_dir)
-        if path.parent == folder.resolve().parent and step_of(path) > step_of(folder)
-    ]
+    siblings = published(run_dir) if folder.resolve().parent == checkpoints_of(run_dir).resolve() else []
+    # The run goes on from here; what it had done after this point would be taken for newer.
+    newer = [path for path in siblings if step_of(path) > step_of(folder)]
     return Found(folder, notices + [_rename_aside(path) for path in newer])
 
 

@@ -178,7 +178,7 @@ class CheckpointConfig(Section):
     keep: int = Field(2, ge=1)
     """Checkpoints kept; the newest valid one is never removed."""
     asynchronous: bool = True
-    """Write checkpoints in the background; an error shows at the next step. The last save is never in the background."""
+    """Write checkpoints in the background; an error shows at the next step. The last save is waited for."""
     max_failed_saves: int = Field(3, ge=1)
     """Saves in a row that may fail (full disk) before the run stops."""
 

@@ -23,6 +23,8 @@ ACTIVE = ("raise", "kill", "segv", "abort", "hang", "gil", "stop", "slow", "oom"
 # Asked for with `armed` by the code that can spoil the thing in question.
 PASSIVE = ("nan", "header", "cache", "recompile", "shard")
 FOREVER = 10**6
+# Restarts by launch.sh and by torchrun itself.
+RESTART_COUNTS = ("LAUNCHER_RESTARTS", "TORCHELASTIC_RESTART_COUNT")
 _PATTERN = re.compile(r"(?P<kind>[a-z]+)(=(?P<seconds>[0-9.]+))?@(?P<phase>[a-z-]+)(:(?P<step>\d+))?:(?P<rank>\d+|\*)")
 _TEXT = os.environ.get(ENVIRONMENT, "")
 
