@@ -112,7 +112,7 @@ def _tokenise(source: ChatSource, renderer: ChatRenderer, options: RowOptions, s
 
     # Fingerprints only name scratch files here; given, they spare datasets the hashing of closures.
     raw: Any = Dataset.from_generator(records, cache_dir=str(scratch), fingerprint="raw")
-    processes = min(16, os.cpu_count() or 1) if len(raw) >= PARALLEL_CHATS else None
+    processes = min(16, len(os.sched_getaffinity(0))) if len(raw) >= PARALLEL_CHATS else None
     chats = raw.map(encode, remove_columns=["messages"], num_proc=processes, new_fingerprint="tokenised")
     report([problem for problem in chats["problem"] if problem], source.name)
     return chats

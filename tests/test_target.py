@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from filelock import FileLock
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from models import target_files
@@ -190,6 +193,30 @@ def test_build_once_clears_what_a_killed_process_left(tmp_path: Path) -> None:
     for _ in range(2):
         folder = target_files.build_once(tmp_path / "m", write)
     assert [path.name for path in folder.iterdir()] == ["whole"] and len(calls) == 1
+
+
+def test_build_once_lets_one_of_many_build(tmp_path: Path) -> None:
+    calls = []
+
+    def write(folder: Path) -> None:
+        calls.append(folder)
+        time.sleep(0.1)
+        (folder / "whole").touch()
+
+    with ThreadPoolExecutor(8) as pool:
+        folders = list(pool.map(lambda _: target_files.build_once(tmp_path / "m", write), range(8)))
+    assert len(calls) == 1 and all((folder / "whole").is_file() for folder in folders)
+
+
+def test_build_once_waits_only_so_long_and_leaves_nothing_half_built(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(target_files, "LOCK_TIMEOUT", 0.1)
+    with FileLock(tmp_path / "m.lock"), pytest.raises(TimeoutError, match=r"m\.lock"):
+        target_files.build_once(tmp_path / "m", lambda folder: None)
+    with pytest.raises(FileNotFoundError):
+        target_files.build_once(tmp_path / "m", lambda folder: (folder / "none/half").touch())
+    assert [path.name for path in tmp_path.iterdir()] == ["m.lock"]
 
 
 @pytest.fixture
