@@ -6,6 +6,7 @@ import logging
 import time
 from collections import deque
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -181,8 +182,9 @@ class Training:
                 stop = self._vote_stop()
             done = step + 1
             self.rank.lifecycle.step = done
+            self.checkpointer.poll()
             if stop or is_due(done, config.checkpoint.every, schedule.last_step):
-                self._save(done)
+                self._save(done, required=bool(stop) or done == schedule.last_step)
             if stop:
                 self.rank.control.set("ended", done)
                 raise StopRequested(ExitCode(stop))
@@ -211,19 +213,28 @@ class Training:
     def _resume(self, steps: int) -> Schedule:
         """Load the newest usable checkpoint, if any; the leader tells all ranks where the run starts."""
         rank, start, position = self.rank, 0, 0
-        found = find_checkpoint(self.config.runtime.run_dir, self.config.runtime.resume)
-        for notice in found.notices:
-            rank.journal.announce(notice)
-        if found.path is not None:
+        path = self._find_checkpoint()
+        if path is not None:
             state = self.step.state()
-            extra = self.checkpointer.load(found.path, state)
+            extra = self.checkpointer.load(path, state)
             self.step.load_state(state)
             start, position = extra["step"], extra["micro_batches"]
-            rank.journal.announce(f"resumed from {found.path} at step {start}")
+            rank.journal.announce(f"resumed from {path} at step {start}")
         schedule = {"last_step": max(steps, start), "start_step": start, "start_micro_batch": position}
         if rank.leads_drafters:
             rank.control.set("schedule", schedule)
         return Schedule(rank.topology, self.config.train.accumulation, **schedule)
+
+    def _find_checkpoint(self) -> Path | None:
+        """The checkpoint to resume from; one rank chooses, because choosing also tidies the folder."""
+        rank, runtime = self.rank, self.config.runtime
+        if rank.leads_drafters:
+            found = find_checkpoint(runtime.run_dir, runtime.resume)
+            for notice in found.notices:
+                rank.journal.announce(notice)
+            rank.control.set("resume", {"path": None if found.path is None else str(found.path)})
+        chosen = rank.wait_for("resume", "the first drafter to choose a checkpoint", runtime.load_timeout)["path"]
+        return None if chosen is None else Path(chosen)
 
     def _train(self, step: int) -> None:
         timeout = self.config.runtime.step_timeout
@@ -281,14 +292,14 @@ class Training:
         dist.all_reduce(vote, dist.ReduceOp.MAX, group=self.rank.groups.votes)
         return int(vote)
 
-    def _save(self, done: int) -> None:
+    def _save(self, done: int, required: bool) -> None:
         with self.rank.lifecycle.phase("save", self.config.runtime.save_timeout, defer_stop=True):
             extra = {
                 "step": done,
                 "micro_batches": self.schedule.position(done),
                 "config": self.config.model_dump(mode="json"),
             }
-            self.checkpointer.save(done, self.step.state(), extra)
+            self.checkpointer.save(done, self.step.state(), extra, required=required)
 
     def _evaluate(self, done: int, evaluations: set[int]) -> None:
         if done not in evaluations:
