@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from models.target_files import quiet_transformers
+from models.target_files import first_line, quiet_transformers
 from models.target_random import RandomWeights
 
 PROBE_LENGTH = 24
@@ -133,7 +134,7 @@ def load_config(folder: Path, trust_remote_code: bool = False) -> PreTrainedConf
     try:
         return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
     except (OSError, ValueError, KeyError) as error:
-        raise ValueError(f"target.model: cannot read {folder}/config.json: {error}") from error
+        raise ValueError(f"target.model: cannot read {folder}/config.json: {first_line(error)}") from error
 
 
 def cut_config(config: PreTrainedConfig, num_layers: int) -> PreTrainedConfig:
@@ -168,17 +169,20 @@ def _load(
 ) -> PreTrainedModel:
     if RandomWeights.marked(folder):
         return RandomWeights.of(folder).build(auto_class, config, dtype, torch.device(device))
-    with quiet_transformers():
-        model, info = auto_class.from_pretrained(
-            folder,
-            config=config,
-            dtype=dtype,
-            device_map={"": torch.device(device)},
-            use_safetensors=True,
-            trust_remote_code=trust_remote_code,
-            local_files_only=True,
-            output_loading_info=True,
-        )
+    try:
+        with quiet_transformers():
+            model, info = auto_class.from_pretrained(
+                folder,
+                config=config,
+                dtype=dtype,
+                device_map={"": torch.device(device)},
+                use_safetensors=True,
+                trust_remote_code=trust_remote_code,
+                local_files_only=True,
+                output_loading_info=True,
+            )
+    except (OSError, ValueError, SafetensorError) as error:
+        raise ValueError(f"target.model: cannot load the weights in {folder}: {first_line(error)}") from error
     # transformers fills what it does not find with random numbers: the loss then stalls at ln(V), without a word.
     absent = sorted({*info["missing_keys"], *(str(key) for key in info["mismatched_keys"])})
     absent += [name for name, parameter in model.named_parameters() if parameter.is_meta]

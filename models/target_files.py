@@ -70,7 +70,7 @@ def load_tokenizer(folder: Path, trust_remote_code: bool = False) -> PreTrainedT
     try:
         return auto_class.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
     except (OSError, ValueError) as error:
-        raise ValueError(f"target.model: no usable tokenizer in {folder}: {_first_line(error)}") from error
+        raise ValueError(f"target.model: no usable tokenizer in {folder}: {first_line(error)}") from error
 
 
 def _demo_gguf() -> Path:
@@ -99,7 +99,7 @@ def _fetch(model: str, revision: str | None, trust_remote_code: bool) -> Path:
         return Path(snapshot_download(model, revision=revision, allow_patterns=wanted))
     except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         raise ValueError(
-            f"target.model: {model} is neither a local folder nor to be had from the hub: {_first_line(error)}"
+            f"target.model: {model} is neither a local folder nor to be had from the hub: {first_line(error)}"
             " -> check the name and the network, or give a folder"
         ) from error
 
@@ -131,7 +131,7 @@ def _write_dequantised(gguf: Path, folder: Path) -> None:
             tokenizer = _gguf_tokenizer(gguf)
             model = AutoModelForCausalLM.from_pretrained(str(gguf.parent), gguf_file=gguf.name, dtype=torch.bfloat16)
         except (ImportError, OSError, ValueError, KeyError, NotImplementedError) as error:
-            raise ValueError(f"target.model: cannot read {gguf}: {_first_line(error)}") from error
+            raise ValueError(f"target.model: cannot read {gguf}: {first_line(error)}") from error
         # The weights are plain now; the note that they were quantised would send a reader back to the GGUF file.
         del model.config.quantization_config
         model.hf_quantizer = None
@@ -215,5 +215,6 @@ def _transformers_version() -> str:
     return version("transformers")
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
+    """What an error says, without the advice that transformers adds below."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -141,6 +141,15 @@ def test_missing_weights_are_refused(tmp_path: Path) -> None:
     load_tapped_target(tmp_path, [0], torch.float32, "cpu")  # the gap lies above the last tap
 
 
+def test_cut_off_weights_are_refused(tmp_path: Path) -> None:
+    save_small("llama", tmp_path)
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    with pytest.raises(ValueError, match="cannot load the weights in") as caught:
+        load_tapped_target(tmp_path, [2], torch.float32, "cpu")
+    assert len(str(caught.value).splitlines()) == 1
+
+
 @pytest.mark.parametrize("layer_ids", [[6], [-1], [1, 1]])
 def test_impossible_layer_ids(layer_ids: list[int], tmp_path: Path) -> None:
     save_small("llama", tmp_path)
