@@ -162,6 +162,10 @@ def make_transport(backend: str, group: dist.ProcessGroup, device: torch.device,
     return NcclTransport(group, device) if backend == "nccl" else GlooTransport(group, device, timeout)
 
 
+def _nothing() -> None:
+    """Nothing is on its way from this buffer."""
+
+
 @dataclass
 class _Offer:
     index: int
@@ -187,7 +191,7 @@ class RowSender:
         self._transport, self._control, self._lifecycle, self._device = transport, control, lifecycle, device
         # Free buffers, each with the wait for its last send.
         self._free: deque[tuple[torch.Tensor, Callable[[], object]]] = deque(
-            (layout.buffer(device), lambda: None) for _ in range(slots)
+            (layout.buffer(device), _nothing) for _ in range(slots)
         )
         self._offers: list[_Offer] = []
 
@@ -210,8 +214,10 @@ class RowSender:
         """Wait until every offered row is gone, or the run stops."""
         what = self._awaited("the last rows to be taken")
         self._lifecycle.wait_until(lambda: (self._pump() and not self._offers) or ended(), what, timeout)
-        for _, sent in self._free:
-            sent()
+        for _ in range(len(self._free)):
+            buffer, sent = self._free.popleft()
+            sent()  # once only: a gloo send that has been waited for blocks a second wait
+            self._free.append((buffer, _nothing))
 
     def _pump(self) -> bool:
         """Announce what is computed, send what is asked for; True when a buffer is free."""

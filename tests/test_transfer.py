@@ -55,7 +55,8 @@ def run_pair(rank: int, port: int) -> None:
             LAYOUT.ints(buffer).copy_(row(index)["ints"])
             LAYOUT.loss_mask(buffer).copy_(row(index)["loss_mask"])
             sender.offer(index, 1, buffer, LAYOUT.header(index, row(index)["ints"][0].numpy()))
-        sender.drain(lambda: False, 20)
+        for _ in range(2):  # as before an evaluation and at the end
+            sender.drain(lambda: False, 20)
     else:
         receiver = RowReceiver(LAYOUT, lambda index: 0, device, transport, control, life)
         for index in range(ROWS):
