@@ -148,8 +148,8 @@ def _explicit(run_dir: Path, folder: Path, notices: list[str]) -> Found:
 
 def _pointer_notices(run_dir: Path, chosen: Path) -> list[str]:
     pointer = checkpoints_of(run_dir) / POINTER
-    name = pointer.read_text().strip() if pointer.is_file() else None
-    if name in (None, chosen.name):
+    name = pointer.read_text().strip() if pointer.is_file() else chosen.name
+    if name == chosen.name:
         return []
     if not (pointer.parent / name).is_dir():
         return [f"{pointer} points to {name}, which does not exist; using {chosen.name}"]

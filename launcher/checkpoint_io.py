@@ -66,7 +66,8 @@ def merge_values(state: dict[str, Any], values: dict[str, Any]) -> None:
 
 def differences(wanted: dict[str, torch.Tensor], folder: Path) -> list[str]:
     """How the tensors of a checkpoint differ from what the model wants: missing, unknown, of another shape."""
-    saved = {key: tuple(entry.size) for key, entry in RecordReader(folder).read_metadata().state_dict_metadata.items()}
+    entries = RecordReader(folder).read_metadata().state_dict_metadata
+    saved = {key: tuple(entry.size) for key, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
     shapes = {key: tuple(tensor.shape) for key, tensor in wanted.items()}
     return (
         [f"{key} is missing in the checkpoint" for key in sorted(shapes.keys() - saved.keys())]

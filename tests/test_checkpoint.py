@@ -67,7 +67,9 @@ class Trainer:
 
 def _checkpointer(run_dir: Path, **options: Any) -> Checkpointer:
     config = CheckpointConfig(**{"asynchronous": False} | options)
-    return Checkpointer(run_dir, config, dist.new_group(backend="gloo"), _wait, 30.0)
+    group = dist.new_group(backend="gloo")
+    assert isinstance(group, dist.ProcessGroup)
+    return Checkpointer(run_dir, config, group, _wait, 30.0)
 
 
 def _save(run_dir: Path, *steps: int, train: int = 2, width: int = 7, **options: Any) -> list[float]:
@@ -223,7 +225,7 @@ def test_another_model_is_refused_with_the_differing_keys(tmp_path: Path) -> Non
         assert isinstance(error, UserError) and "wants [7, 5]" in str(error)
 
 
-def _failing_saves(run_dir: Path) -> tuple[list[str], float]:
+def _failing_saves(run_dir: Path) -> tuple[list[str], str]:
     trainer, checkpointer = Trainer(), _checkpointer(run_dir, max_failed_saves=2)
     trainer.train(1)
     checkpointer.save(1, trainer.state(), {})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 from pathlib import Path
+from typing import TYPE_CHECKING, cast
 
 import pytest
 
@@ -13,6 +14,9 @@ from launcher.processes import crash_in, describe_exit, is_alive, read_process
 from launcher.stacks import is_in_collective
 from launcher.topology import Role
 from tests.rank_processes import FileControl
+
+if TYPE_CHECKING:
+    from launcher.control import Control
 
 
 def _beat(rank: int, step: int, waiting: bool, seconds: float = 1.0) -> Beat:
@@ -46,19 +50,19 @@ def test_who_watches_whom() -> None:
 
 
 @pytest.fixture
-def table(tmp_path: Path) -> tuple[PeerTable, FileControl]:
+def table(tmp_path: Path) -> tuple[PeerTable, Control]:
     me = Member.this_process(Role(0, "target", 0, 0, 0), "rank_0.log")
-    return PeerTable(me, 2), FileControl(tmp_path)
+    return PeerTable(me, 2), cast("Control", FileControl(tmp_path))
 
 
-def _join(control: FileControl, process: subprocess.Popen[bytes]) -> None:
+def _join(control: Control, process: subprocess.Popen[bytes]) -> None:
     state = read_process(process.pid)
     assert state is not None
     control.set("member/1", vars(_member(1, pid=process.pid, start=state.start_ticks)))
     control.set("phase/1", ["save", 7])
 
 
-def test_a_dead_peer_is_found_with_its_signal(table: tuple[PeerTable, FileControl]) -> None:
+def test_a_dead_peer_is_found_with_its_signal(table: tuple[PeerTable, Control]) -> None:
     peers, control = table
     with subprocess.Popen(["sleep", "60"]) as process:
         _join(control, process)
@@ -74,7 +78,7 @@ def test_a_dead_peer_is_found_with_its_signal(table: tuple[PeerTable, FileContro
     peers.close()
 
 
-def test_a_peer_that_said_goodbye_may_go(table: tuple[PeerTable, FileControl]) -> None:
+def test_a_peer_that_said_goodbye_may_go(table: tuple[PeerTable, Control]) -> None:
     peers, control = table
     with subprocess.Popen(["sleep", "60"]) as process:
         _join(control, process)
@@ -87,7 +91,7 @@ def test_a_peer_that_said_goodbye_may_go(table: tuple[PeerTable, FileControl]) -
 
 
 def test_silence_is_measured_on_the_own_clock_and_forgiven_after_an_own_pause(
-    table: tuple[PeerTable, FileControl],
+    table: tuple[PeerTable, Control],
 ) -> None:
     peers, control = table
     with subprocess.Popen(["sleep", "60"]) as process:
