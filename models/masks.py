@@ -15,7 +15,8 @@ Source: DFlash (arXiv 2602.06036); issue 4.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from functools import cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -57,41 +58,77 @@ def dense_mask(anchors: Anchors, doc_S: Tensor, block_size: int, row_length: int
     return torch.cat((context_NS.repeat_interleave(block_size, dim=0), block_Q[:, None] == block_Q[None, :]), dim=1)
 
 
-@dataclass(frozen=True)
-class _Tiles:
-    """Tile tables of one mask, bool [Q_tiles, KV_tiles]: what must be computed, and what needs no predicate."""
+class TileTables(NamedTuple):
+    """The tensors of a BlockMask. Leading dimension 2: partial tiles, full tiles. All int32."""
 
-    partial: Tensor
-    full: Tensor
+    kv_count: Tensor
+    """[2, Q_tiles], tiles to visit for each row of tiles."""
+    kv_index: Tensor
+    """[2, Q_tiles, KV_tiles], those tiles in ascending order, then the others."""
+    q_count: Tensor
+    """[2, KV_tiles], the same by column."""
+    q_index: Tensor
+    """[2, KV_tiles, Q_tiles]"""
+    low_Q: Tensor
+    """[Q_tiles * TILE], first context key that each query sees."""
+    high_Q: Tensor
+    """Where its context ends."""
+    own_Q: Tensor
+    """First key of its own block."""
 
 
-def classify_tiles(low_N: Tensor, high_N: Tensor, block_size: int, row_length: int) -> _Tiles:
-    """Which tiles of the mask are partly and which are wholly allowed, from the context bounds of the blocks."""
+def classify_tiles(low_N: Tensor, high_N: Tensor, block_size: int, row_length: int) -> tuple[Tensor, Tensor]:
+    """Which tiles are partly and which wholly allowed, bool [Q_tiles, KV_tiles] each, from the context bounds."""
     device, blocks = low_N.device, low_N.shape[0]
     q_tiles = -(-blocks * block_size // TILE)
     kv_tiles = -(-(row_length + blocks * block_size) // TILE)
     first_row = torch.arange(q_tiles, device=device) * TILE
     first_block = first_row // block_size
-    last_block = ((first_row + TILE - 1) // block_size).clamp_(max=blocks - 1)
+    last_block = ((first_row + TILE - 1) // block_size).clamp(max=blocks - 1)
     # The blocks of a tile, one more than fit where the tile cuts blocks at both ends; the last one is repeated.
     span = torch.arange((TILE + block_size - 2) // block_size + 1, device=device)
     member = torch.minimum(first_block[:, None] + span, last_block[:, None])
     low, high = low_N[member][:, :, None], high_N[member][:, :, None]
     begin = torch.arange(kv_tiles, device=device) * TILE
     end = begin + TILE
-    seen = (low < end) & (high > begin) & (low < high)
-    covered = (low <= begin) & (high >= end)
+    seen = ((low < end) & (high > begin) & (low < high)).any(1)
     own_begin = row_length + first_block[:, None] * block_size
     own_end = row_length + (last_block[:, None] + 1) * block_size
     own = (own_begin < end) & (own_end > begin)
     # As in create_block_mask, a tile that reaches past the last row is not full.
-    full = covered.all(1) & (first_row + TILE <= blocks * block_size)[:, None]
-    return _Tiles((seen.any(1) | own) & ~full, full)
+    full = ((low <= begin) & (high >= end)).all(1) & (first_row + TILE <= blocks * block_size)[:, None]
+    return (seen | own) & ~full, full
 
 
 def _ordered(tiles: Tensor) -> tuple[Tensor, Tensor]:
-    """Per row of tiles, how many are set and their indices in front; int32 [..., R] and [..., R, C]."""
-    return tiles.sum(-1, dtype=torch.int32), tiles.int().argsort(dim=-1, descending=True, stable=True).int()
+    """Per row of tiles, how many are set, and all indices with the set ones first; int32 [..., R] and [..., R, C]."""
+    columns = torch.arange(tiles.shape[-1], device=tiles.device)
+    rank = tiles.cumsum(-1)
+    count = rank[..., -1:]
+    place = torch.where(tiles, rank - 1, count + columns - rank)
+    index = torch.empty_like(place).scatter(-1, place, columns.expand_as(place))
+    return count[..., 0].int(), index.int()
+
+
+def tile_tables(position_N: Tensor, keep_N: Tensor, doc_S: Tensor, block_size: int) -> TileTables:
+    """All tensors of the mask from anchors and documents; pure and static in shape, so it compiles to few kernels."""
+    row_length, rows = doc_S.shape[0], position_N.shape[0] * block_size
+    low_N, high_N = context_bounds(Anchors(position_N, keep_N), doc_S)
+    both = torch.stack(classify_tiles(low_N, high_N, block_size, row_length))
+    # A kernel works on whole tiles, so the bounds reach to the end of the last one; a row past N*B sees nothing.
+    padding = -rows % TILE
+    row_Q = torch.arange(rows + padding, device=doc_S.device)
+    block_Q = (row_Q // block_size).clamp(max=position_N.shape[0] - 1)
+    inside_Q = row_Q < rows
+    own_Q = torch.where(inside_Q, row_length + block_Q * block_size, row_length + rows + padding)
+    bounds_Q = (low_N[block_Q] * inside_Q, high_N[block_Q] * inside_Q, own_Q)
+    return TileTables(*_ordered(both), *_ordered(both.mT), *(bound.int() for bound in bounds_Q))
+
+
+@cache
+def _tables_on(device_type: str) -> Callable[..., TileTables]:
+    """Compiled on GPUs, where each of some 60 small kernels would cost more to launch than to run."""
+    return torch.compile(tile_tables, dynamic=False, fullgraph=True) if device_type == "cuda" else tile_tables
 
 
 def block_mask(anchors: Anchors, doc_S: Tensor, block_size: int, row_length: int) -> BlockMask:
@@ -103,12 +140,13 @@ def block_mask(anchors: Anchors, doc_S: Tensor, block_size: int, row_length: int
         block_size: B.
         row_length: S; need not be a multiple of a tile.
     """
-    low_N, high_N = context_bounds(anchors, doc_S)
-    tiles = classify_tiles(low_N, high_N, block_size, row_length)
-    both = torch.stack((tiles.partial, tiles.full))[:, None, None]  # [2, 1, 1, Q_tiles, KV_tiles]
-    (kv_count, full_kv_count), (kv_index, full_kv_index) = _ordered(both)
-    (q_count, full_q_count), (q_index, full_q_index) = _ordered(both.mT)
-    rows = low_N.shape[0] * block_size
+    tables = _tables_on(doc_S.device.type)(anchors.position_N, anchors.keep_N, doc_S, block_size)
+    (kv_count, full_kv_count), (kv_index, full_kv_index) = (
+        tables.kv_count[:, None, None],
+        tables.kv_index[:, None, None],
+    )
+    (q_count, full_q_count), (q_index, full_q_index) = tables.q_count[:, None, None], tables.q_index[:, None, None]
+    rows = anchors.position_N.shape[0] * block_size
     return BlockMask(
         seq_lengths=(rows, row_length + rows),
         kv_num_blocks=kv_count,
@@ -120,20 +158,12 @@ def block_mask(anchors: Anchors, doc_S: Tensor, block_size: int, row_length: int
         full_q_num_blocks=full_q_count,
         full_q_indices=full_q_index,
         BLOCK_SIZE=(TILE, TILE),
-        mask_mod=_interval_mask_mod(low_N, high_N, block_size, row_length),
+        mask_mod=_interval_mask_mod(tables.low_Q, tables.high_Q, tables.own_Q, block_size),
     )
 
 
-def _interval_mask_mod(low_N: Tensor, high_N: Tensor, block_size: int, row_length: int) -> Callable[..., Tensor]:
+def _interval_mask_mod(low_Q: Tensor, high_Q: Tensor, own_Q: Tensor, block_size: int) -> Callable[..., Tensor]:
     """The predicate on single tokens, evaluated by the kernel in partial tiles only."""
-    device, blocks = low_N.device, low_N.shape[0]
-    rows = blocks * block_size
-    # A kernel works on whole tiles, so the tables reach to the end of the last tile; a row past N*B sees nothing.
-    padding = (0, -rows % TILE)
-    low_Q = torch.nn.functional.pad(low_N.int().repeat_interleave(block_size), padding)
-    high_Q = torch.nn.functional.pad(high_N.int().repeat_interleave(block_size), padding)
-    row_Q = torch.arange(rows + padding[1], device=device, dtype=torch.int32)
-    own_Q = torch.where(row_Q < rows, row_Q - row_Q % block_size + row_length, row_length + rows + padding[1])
 
     def blocks_see_context_and_themselves(batch: Tensor, head: Tensor, q_index: Tensor, kv_index: Tensor) -> Tensor:
         in_context = (kv_index >= low_Q[q_index]) & (kv_index < high_Q[q_index])
