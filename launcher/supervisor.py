@@ -116,7 +116,8 @@ def torchrun_command(command: Command, ranks: int, worker: Path) -> list[str]:
         host, _, port = command.master.rpartition(":")
         launcher += ["--nnodes", str(command.nnodes), "--node-rank", str(command.node_rank)]
         launcher += ["--master-addr", host, "--master-port", port]
-    return [*launcher, str(worker), *command.args]
+    # Without "--" torchrun takes our --nproc for a short form of its own options.
+    return [*launcher, "--", str(worker), *command.args]
 
 
 def rank_environment(

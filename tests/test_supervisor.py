@@ -35,7 +35,7 @@ if under == "plain":  # the script itself stands in for torchrun, which takes se
 supervisor.TORCHRUN_SECONDS = 1.0
 runtime = {"run_dir": run_dir, "device": "cpu", "grace": 1}
 config = validate({"runtime": runtime, "target": {"model": "random:tiny"}})
-command = Command("train", ["--flag", "value"], config, nproc=2, max_restarts=int(restarts))
+command = Command("train", ["--nproc", "2", "--flag=x"], config, nproc=2, max_restarts=int(restarts))
 try:
     sys.exit(supervisor.supervise(command, Path(worker)))
 except LauncherError as error:
@@ -266,10 +266,11 @@ def test_under_torchrun_a_killed_rank_is_named(run: Callable[..., Run]) -> None:
 
 
 def test_under_torchrun_a_refusal_keeps_its_code_and_its_words(run: Callable[..., Run]) -> None:
-    started = run("rank or print('topology: no -> yes', file=sys.stderr)\nsys.exit(78)", under="torchrun")
+    words = "rank or print('topology: no -> yes', *sys.argv[1:], file=sys.stderr)"
+    started = run(f"{words}\nsys.exit(78)", under="torchrun")
     code, out, _ = started.end(timeout=60)
     assert code == 78
-    assert "topology: no -> yes" in out
+    assert "topology: no -> yes --nproc 2 --flag=x" in out
     assert started.status["next_command"] is None
 
 
