@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from launcher import faults
 from launcher.acceptance import Acceptance, evaluation_steps, request_evaluation
 from launcher.barrier import OrderedTurns
 from launcher.checkpoint import Checkpointer
@@ -245,6 +246,7 @@ class Training:
         for place, index in enumerate(mine):
             with self.meter.waiting():
                 batch = to_compute(self.receiver.take(index, timeout), self.dtype)
+            faults.spoil_features(batch.features, step)
             self._accumulate(batch, last=place == len(mine) - 1)
             self.receiver.prefetch([*mine[place + 1 :], *following])
         self.pending.append(self.step.update(step))

@@ -14,6 +14,7 @@ import re
 import signal
 import time
 from dataclasses import dataclass
+from typing import Any
 
 from launcher.errors import UserError
 
@@ -63,6 +64,17 @@ def trip(phase: str, step: int | None = None) -> None:
 def armed(kind: str, phase: str, step: int | None = None) -> bool:
     """Whether a passive fault of this kind is planned for this rank here."""
     return bool(_TEXT) and bool(_here(phase, step, (kind,)))
+
+
+def spoil_features(features: Any, step: int) -> None:
+    """Make a micro-batch's features NaN, where a `nan` fault is planned for the phase `step`."""
+    if armed("nan", "step", step):
+        features.fill_(float("nan"))
+
+
+def spoil_header(header: dict[str, Any], step: int) -> dict[str, Any]:
+    """The header of a row, or one of another row length, where a `header` fault is planned for the phase `step`."""
+    return header | {"row_length": -1} if armed("header", "step", step) else header
 
 
 def _here(phase: str, step: int | None, kinds: tuple[str, ...]) -> list[Fault]:

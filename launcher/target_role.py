@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from launcher import faults
 from launcher.acceptance import answer_evaluation, evaluation_steps
 from launcher.barrier import OrderedTurns
 from launcher.data import PackedRows, eval_prompts, prepare_rows, row_order
@@ -113,7 +114,7 @@ class RowProducer:
         self._layout.loss_mask(buffer).copy_(torch.as_tensor(row.loss_mask), non_blocking=True)
         batch = self._layout.batch(index, buffer)
         self._target(batch.ids, batch.doc, batch.positions, out=batch.features)
-        return self._layout.header(index, row.ids)
+        return faults.spoil_header(self._layout.header(index, row.ids), self._rank.lifecycle.step)
 
     def _ended(self) -> bool:
         return self._rank.control.has("ended")

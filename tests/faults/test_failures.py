@@ -1,0 +1,36 @@
+"""Ranks that raise, die or run out of something: who is named, with which code, and that nobody is left."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.faults.conftest import Results
+from tests.faults.harness import Scenario, Start, check
+
+
+def _one(name: str, fault: str, *flags: str, split: tuple[int, int] = (1, 1)) -> Scenario:
+    return Scenario(name, (Start(fault, flags, split=split),))
+
+
+# Rank 0 is the target, rank 1 (and 2) a drafter. Steps count from 0.
+FAILURES = [
+    (_one("drafter raises", "raise@step:3:1"), 1, ("1 drafter 0 step", "injected error")),
+    (_one("target raises", "raise@step:3:0"), 1, ("0 target 0 step", "injected error")),
+    (_one("killed in init", "kill@init:1"), 75, ("1 drafter 0 init", "SIGKILL")),
+    (_one("killed in save", "kill@save:2:1"), 75, ("1 drafter 0 save", "SIGKILL")),
+    (_one("segfault in turn", "segv@turn:1"), 75, ("1 drafter 0 turn", "in native code")),
+    (_one("raise in turn", "raise@turn:1", split=(1, 2)), 1, ("1 drafter 0 turn", "injected error")),
+    (_one("out of memory", "oom@step:2:1"), 75, ("1 drafter 0 step", "out of memory")),
+    (_one("wrong header", "header@step:2:0"), 1, ("row_length is -1, expected 64",)),
+    (_one("nan", "nan@step:*", "--train.max_bad_steps=1"), 1, ("not finite", "step 1")),
+]
+
+
+@pytest.mark.parametrize(("scenario", "code", "words"), FAILURES, ids=lambda value: str(value))
+def test_a_failure_names_its_cause_and_ends_every_rank(
+    results: Results, scenario: Scenario, code: int, words: tuple[str, ...]
+) -> None:
+    (result,) = results(scenario)
+    check(result, "failed", code, words)
+    assert result.console.count("run failed") == 1
+    assert result.status.log is not None and "rank_" in result.status.log
