@@ -10,6 +10,7 @@ Shapes: S context tokens, T = N * B block tokens (N blocks of B), H hidden, K ta
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import cast
 
@@ -24,6 +25,9 @@ from models.rope import RotaryEmbedding, RotaryTable
 __all__ = ["DFlashConfig", "DFlashDrafter", "DraftCache", "default_layer_ids"]
 
 INIT_STD = 0.02
+
+Linear = Callable[[Tensor, Tensor], Tensor]
+"""(rows [T, in], weight [out, in]) -> [T, out]: the GEMM of block rows; `use_linear` exchanges it."""
 
 
 class RMSNorm(nn.Module):
@@ -53,21 +57,33 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(config.num_heads * head, hidden, bias=False)
         self.q_norm = RMSNorm(head, config.rms_norm_eps)
         self.k_norm = RMSNorm(head, config.rms_norm_eps)
+        self.linear: Linear = F.linear
 
-    def queries(self, u_TH: Tensor, rope: RotaryTable) -> Tensor:
-        """[1, heads, T, D]"""
-        q_ThD = self.q_norm(self.q_proj(u_TH).unflatten(-1, (-1, self.head_dim)))
-        return rope.rotate(q_ThD).transpose(0, 1)[None]
+    def queries_keys_values(self, u_TH: Tensor, rope: RotaryTable) -> tuple[Tensor, Tensor, Tensor]:
+        """Of block rows: queries [1, heads, T, D], keys and values [1, kv_heads, T, D]."""
+        q_TD, k_TD, v_TD = self._project(self.linear, u_TH, self.q_proj, self.k_proj, self.v_proj)
+        return self._heads(q_TD, self.q_norm, rope), *self._as_keys_values(k_TD, v_TD, rope)
 
     def keys_values(self, u_TH: Tensor, rope: RotaryTable) -> tuple[Tensor, Tensor]:
-        """Each [1, kv_heads, T, D]; values are neither normalised nor rotated."""
-        k_ThD = self.k_norm(self.k_proj(u_TH).unflatten(-1, (-1, self.head_dim)))
-        v_ThD = self.v_proj(u_TH).unflatten(-1, (-1, self.head_dim))
-        return rope.rotate(k_ThD).transpose(0, 1)[None], v_ThD.transpose(0, 1)[None]
+        """Of context rows, each [1, kv_heads, T, D]."""
+        k_TD, v_TD = self._project(F.linear, u_TH, self.k_proj, self.v_proj)
+        return self._as_keys_values(k_TD, v_TD, rope)
+
+    def _project(self, linear: Linear, u_TH: Tensor, *projections: nn.Linear) -> tuple[Tensor, ...]:
+        """Several projections of the same rows in one GEMM: alone, those of few heads leave most of a GPU idle."""
+        weights = [projection.weight for projection in projections]
+        return linear(u_TH, torch.cat(weights)).split([len(weight) for weight in weights], dim=-1)
+
+    def _as_keys_values(self, k_TD: Tensor, v_TD: Tensor, rope: RotaryTable) -> tuple[Tensor, Tensor]:
+        """Values are neither normalised nor rotated."""
+        return self._heads(k_TD, self.k_norm, rope), v_TD.unflatten(-1, (-1, self.head_dim)).transpose(0, 1)[None]
+
+    def _heads(self, x_TD: Tensor, norm: RMSNorm, rope: RotaryTable) -> Tensor:
+        return rope.rotate(norm(x_TD.unflatten(-1, (-1, self.head_dim)))).transpose(0, 1)[None]
 
     def output(self, heads_1hTD: Tensor) -> Tensor:
         """[T, H]"""
-        return self.o_proj(heads_1hTD[0].transpose(0, 1).flatten(1))
+        return self.linear(heads_1hTD[0].transpose(0, 1).flatten(1), self.o_proj.weight)
 
 
 class MLP(nn.Module):
@@ -78,9 +94,11 @@ class MLP(nn.Module):
         self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
         self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+        self.linear: Linear = F.linear
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        gated = F.silu(self.linear(x, self.gate_proj.weight)) * self.linear(x, self.up_proj.weight)
+        return self.linear(gated, self.down_proj.weight)
 
 
 class DFlashLayer(nn.Module):
@@ -114,10 +132,10 @@ class DFlashLayer(nn.Module):
         backend: Backend,
     ) -> Tensor:
         u_TH = self.input_layernorm(x_TH)
-        k_block, v_block = self.self_attn.keys_values(u_TH, rope)
+        q, k_block, v_block = self.self_attn.queries_keys_values(u_TH, rope)
         k = torch.cat([context[0], k_block], dim=2)
         v = torch.cat([context[1], v_block], dim=2)
-        x_TH = x_TH + self.self_attn.output(attend(self.self_attn.queries(u_TH, rope), k, v, mask, backend))
+        x_TH = x_TH + self.self_attn.output(attend(q, k, v, mask, backend))
         return x_TH + self.mlp(self.post_attention_layernorm(x_TH))
 
 
@@ -163,6 +181,11 @@ class DFlashDrafter(nn.Module):
                 parameter.normal_(0.0, INIT_STD)
             else:
                 parameter.fill_(1.0)
+
+    def use_linear(self, linear: Linear) -> None:
+        """Run the GEMMs of block rows by `linear`; those of context rows, a twentieth of the work, stay as they are."""
+        for layer in cast("list[DFlashLayer]", list(self.layers)):
+            layer.self_attn.linear = layer.mlp.linear = linear
 
     def compile_layers(self, backend: str = "inductor", options: dict[str, str | bool | int] | None = None) -> None:
         """Compile what `forward` runs, in place and for static shapes: each layer, `context` and `finish`.

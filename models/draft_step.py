@@ -7,13 +7,14 @@ one packed row.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
 from torch.nn.functional import embedding
 
 from models.anchors import Anchors, anchor_generator, sample_anchors
+from models.float8 import Head8, linear8, require_float8
 from models.loss import LossKind, LossSums, block_labels, default_gamma, draft_loss
 from models.masks import block_mask, dense_mask
 
@@ -22,6 +23,9 @@ if TYPE_CHECKING:
 
     from models.attention import Backend
     from models.dflash import DFlashDrafter
+
+
+Precision = Literal["bf16", "float32", "float8"]
 
 
 @dataclass(frozen=True)
@@ -79,6 +83,7 @@ class DraftForward:
         gamma: float | None = None,
         alpha: float = 0.5,
         seed: int = 0,
+        precision: Precision = "bf16",
     ) -> None:
         """
         Args:
@@ -90,9 +95,17 @@ class DraftForward:
             gamma: decay; default by block size.
             alpha: smoothing of D-PACE.
             seed: seed of the anchors.
+            precision: `float8` runs the GEMMs of block rows and of the head in float8.
+
+        Raises:
+            ValueError: float8 cannot run at these sizes or on this GPU.
         """
         config = drafter.config
         self.drafter, self.ends = drafter, ends
+        self.head: Tensor | Head8 = ends.head
+        if precision == "float8":
+            _use_float8(drafter, ends, anchors)
+            self.head = Head8.of(ends.head)
         self.anchors, self.backend, self.seed = anchors, backend, seed
         self.block_size, self.mask_token_id = config.block_size, config.mask_token_id
         self.loss, self.gamma, self.alpha = loss, gamma or default_gamma(config.block_size), alpha
@@ -119,11 +132,18 @@ class DraftForward:
     def score(self, batch: RowBatch, inputs: BlockInputs, hidden: Tensor) -> LossSums:
         """Head, loss and metrics of the drafter's output."""
         labels, supervised = block_labels(batch.ids, batch.loss_mask, batch.doc, inputs.anchors, self.block_size)
-        return draft_loss(
-            hidden, self.ends.head, labels, supervised, kind=self.loss, gamma=self.gamma, alpha=self.alpha
-        )
+        return draft_loss(hidden, self.head, labels, supervised, kind=self.loss, gamma=self.gamma, alpha=self.alpha)
 
     def __call__(self, batch: RowBatch) -> LossSums:
         """Loss sums of one row; `loss` is differentiable by the drafter's parameters."""
         inputs = self.block_inputs(batch)
         return self.score(batch, inputs, self.hidden(batch, inputs))
+
+
+def _use_float8(drafter: DFlashDrafter, ends: FrozenEnds, anchors: int) -> None:
+    config = drafter.config
+    sizes = {name: getattr(config, name) for name in ("hidden_size", "intermediate_size")}
+    sizes |= {"key heads": config.num_kv_heads * config.head_dim, "vocabulary": ends.head.shape[0]}
+    capability = torch.cuda.get_device_capability(ends.head.device) if ends.head.is_cuda else None
+    require_float8(anchors * config.block_size, sizes, capability)
+    drafter.use_linear(linear8)

@@ -18,7 +18,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from models import loss_reference
 from models.anchors import Anchors
+from models.float8 import E4M3, Head8, matmul8, quantize_rows
 
 LossKind = Literal["decay", "dpace"]
 
@@ -90,7 +92,7 @@ def dpace_weights(ce_NK: Tensor, supervised_NK: Tensor, alpha: float) -> Tensor:
 
 def draft_loss(
     hidden: Tensor,
-    head_weight: Tensor,
+    head_weight: Tensor | Head8,
     labels: Tensor,
     supervised: Tensor,
     *,
@@ -102,7 +104,7 @@ def draft_loss(
 
     Args:
         hidden: [N*B, H], the drafter's output.
-        head_weight: [V, H], the target's frozen head.
+        head_weight: [V, H], the target's frozen head; as `Head8` its two GEMMs run in float8.
         labels: int64 [N, B].
         supervised: bool [N, B].
         kind: `decay` or `dpace`.
@@ -132,11 +134,17 @@ class _HeadLoss(torch.autograd.Function):
     """Cross entropy and correctness of offsets 1..B-1; unsupervised ones give 0 and no gradient."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, head: Tensor, labels: Tensor, supervised: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, hidden: Tensor, head: Tensor | Head8, labels: Tensor, supervised: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """hidden [N, B, H], head [V, H], labels and supervised [N, B] -> CE and hits, float32 [N, B-1]."""
-        rows = hidden[:, 1:].reshape(-1, hidden.shape[-1]).to(head.dtype)
+        rows = hidden[:, 1:].reshape(-1, hidden.shape[-1])
         labels_R, supervised_R = labels[:, 1:].reshape(-1), supervised[:, 1:].reshape(-1)
-        ce_R, hit_R, unit_RH = unit_loss(rows, head, labels_R, supervised_R, ctx.needs_input_grad[0])
+        options = labels_R, supervised_R, ctx.needs_input_grad[0]
+        if isinstance(head, Head8):
+            ce_R, hit_R, unit_RH = unit_loss8(rows, head, *options)
+        else:
+            ce_R, hit_R, unit_RH = unit_loss_exact(rows, head, *options)
         ctx.save_for_backward(unit_RH)
         ctx.hidden_dtype = hidden.dtype
         hit_NK = hit_R.view(hidden.shape[0], -1)
@@ -155,34 +163,61 @@ class _HeadLoss(torch.autograd.Function):
         return grad, None, None, None
 
 
-def unit_loss(
-    rows: Tensor, head: Tensor, labels: Tensor, supervised: Tensor, with_grad: bool
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Per row: cross entropy, whether the label is the most likely token, and d CE / d row at weight 1.
+UnitLoss = tuple[Tensor, Tensor, Tensor | None]
+"""Per row: cross entropy and whether the label is the most likely token, float32 [R]; d CE / d row at weight 1,
+[R, H], or None. Unsupervised rows give 0 everywhere."""
+
+
+def unit_loss_exact(rows: Tensor, head: Tensor, labels: Tensor, supervised: Tensor, with_grad: bool) -> UnitLoss:
+    """Both GEMMs in the head's dtype.
 
     Args:
-        rows: [R, H] in the head's dtype.
+        rows: [R, H].
         head: [V, H].
         labels: int64 [R].
-        supervised: bool [R]; other rows give 0 everywhere.
+        supervised: bool [R].
         with_grad: whether the gradient is needed.
-
-    Returns:
-        CE float32 [R], hit float32 [R], gradient [R, H] in the head's dtype or None.
     """
-    total, vocabulary = rows.shape[0], head.shape[0]
-    ce, hit = (torch.empty(total, dtype=torch.float32, device=rows.device) for _ in range(2))
+    rows = rows.to(head.dtype)
+    ce, hit = rows.new_empty((2, len(rows)), dtype=torch.float32)
     unit = torch.empty_like(rows) if with_grad else None
-    size = chunk_rows(total, vocabulary * rows.element_size(), CHUNK_BYTES[rows.device.type])
-    logits = rows.new_empty((size, vocabulary))
-    score_ = _chunk_kernel(rows.device.type)
-    for start in range(0, total, size):
-        chunk = slice(start, min(start + size, total))
-        scores = torch.mm(rows[chunk], head.t(), out=logits[: chunk.stop - start])
+    chunks = _chunks(len(rows), len(head) * rows.element_size(), rows.device.type)
+    logits = rows.new_empty((chunks[0].stop, len(head)))
+    score_ = _kernels(rows.device.type).score_chunk_
+    for chunk in chunks:
+        scores = torch.mm(rows[chunk], head.t(), out=logits[: chunk.stop - chunk.start])
         score_(scores, labels[chunk], supervised[chunk], ce[chunk], hit[chunk], with_grad)
         if unit is not None:
             torch.mm(scores, head, out=unit[chunk])
     return ce, hit, unit
+
+
+def unit_loss8(rows: Tensor, head: Head8, labels: Tensor, supervised: Tensor, with_grad: bool) -> UnitLoss:
+    """Both GEMMs in float8; arguments as for `unit_loss_exact`.
+
+    The gradient is softmax @ head - head[label]. Only the first term goes through float8, as exp(logit - largest),
+    which uses the format's whole range; the label's row is subtracted as it is.
+    """
+    ce, hit = rows.new_empty((2, len(rows)), dtype=torch.float32)
+    unit = torch.empty_like(rows) if with_grad else None
+    vocabulary = len(head.by_token_VH)
+    chunks = _chunks(len(rows), vocabulary * 3, rows.device.type)
+    odds = rows.new_empty((chunks[0].stop, vocabulary), dtype=E4M3)
+    scale = rows.new_empty((chunks[0].stop, 1), dtype=torch.float32)
+    score_ = _kernels(rows.device.type).score_chunk8_
+    for chunk in chunks:
+        size = chunk.stop - chunk.start
+        logits = matmul8(*quantize_rows(rows[chunk]), head.by_token_VH, head.token_scale_V1, torch.bfloat16)
+        score_(logits, odds[:size], scale[:size], labels[chunk], supervised[chunk], ce[chunk], hit[chunk], with_grad)
+        if unit is not None:
+            mean = matmul8(odds[:size], scale[:size], head.by_channel_HV, head.channel_scale_H1, rows.dtype, exact=True)
+            torch.sub(mean, head.exact_VH[labels[chunk]] * supervised[chunk, None], out=unit[chunk])
+    return ce, hit, unit
+
+
+def _chunks(total: int, row_bytes: int, device_type: str) -> list[slice]:
+    size = chunk_rows(total, row_bytes, CHUNK_BYTES[device_type])
+    return [slice(start, min(start + size, total)) for start in range(0, total, size)]
 
 
 def chunk_rows(total: int, row_bytes: int, budget: int) -> int:
@@ -192,24 +227,9 @@ def chunk_rows(total: int, row_bytes: int, budget: int) -> int:
     return min(total, -(-even // 128) * 128) if even > 128 else even
 
 
-def _chunk_kernel(device_type: str) -> Any:
+def _kernels(device_type: str) -> Any:
     if device_type == "cuda":
-        from models.loss_kernels import score_chunk_  # Triton comes with CUDA builds of torch only
+        from models import loss_kernels  # Triton comes with CUDA builds of torch only
 
-        return score_chunk_
-    return score_chunk_reference_
-
-
-def score_chunk_reference_(
-    logits: Tensor, labels: Tensor, supervised: Tensor, ce: Tensor, hit: Tensor, with_grad: bool
-) -> None:
-    """Fill `ce` and `hit` (float32 [C]) and turn `logits` [C, V] into the gradient of the cross entropy, in place."""
-    scores = logits.float()
-    at_label = scores.gather(1, labels[:, None])
-    total = scores.logsumexp(1, keepdim=True)
-    ce.copy_((total - at_label).squeeze(1)).masked_fill_(~supervised, 0)
-    hit.copy_(logits.argmax(1) == labels).mul_(supervised)
-    if with_grad:
-        grad = scores.sub_(total).exp_() if scores is logits else (scores - total).exp()
-        grad.scatter_add_(1, labels[:, None], torch.full_like(at_label, -1)).masked_fill_(~supervised[:, None], 0)
-        logits.copy_(grad)
+        return loss_kernels
+    return loss_reference

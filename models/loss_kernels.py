@@ -1,7 +1,7 @@
-"""Triton kernel of the loss: a chunk of logits becomes cross entropy, correctness and, in place, its gradient.
+"""Triton kernel of the loss: a chunk of logits becomes cross entropy, correctness and gradient or float8 odds.
 
-One program per row reads the row twice (the second time mostly from L2) and writes it once. Nothing of the size of
-the logits is allocated. Imported on CUDA only: Triton does not come with CPU builds of torch.
+One program per row reads the row twice (the second time mostly from L2) and writes it once, in place for the gradient.
+Imported on CUDA only: Triton does not come with CPU builds of torch. `models.loss_reference` says what is computed.
 """
 
 from __future__ import annotations
@@ -10,6 +10,9 @@ import triton  # pyrefly: ignore
 import triton.language as tl  # pyrefly: ignore
 from torch import Tensor
 
+from models.loss_reference import ODDS_SCALE
+
+# Measured on an H200 at 1,920 x 151,936: 0.57 ms; 8 warps 0.80, 32 warps 0.65, 16,384 lanes and 16 warps 0.62.
 BLOCK = 8192
 WARPS = 16
 
@@ -17,26 +20,33 @@ WARPS = 16
 @triton.jit
 def _score_row(
     logits_ptr,
-    row_stride,
+    out_ptr,
+    scale_ptr,
     label_ptr,
     supervised_ptr,
     ce_ptr,
     hit_ptr,
+    row_stride,
     vocabulary,
+    odds_scale,
     WITH_GRAD: tl.constexpr,
+    AS_ODDS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * row_stride
+    out_ptr += row * row_stride
+    out_type = out_ptr.dtype.element_ty
     lane = tl.arange(0, BLOCK)
     if tl.load(supervised_ptr + row) == 0:
         tl.store(ce_ptr + row, 0.0)
         tl.store(hit_ptr + row, 0.0)
         if WITH_GRAD:
+            if AS_ODDS:
+                tl.store(scale_ptr + row, 0.0)
             for start in range(0, vocabulary, BLOCK):
                 index = start + lane
-                zero = tl.zeros([BLOCK], logits_ptr.dtype.element_ty)
-                tl.store(logits_ptr + index, zero, mask=index < vocabulary)
+                tl.store(out_ptr + index, tl.zeros([BLOCK], tl.float32).to(out_type), mask=index < vocabulary)
         return
 
     log2_e: tl.constexpr = 1.4426950408889634
@@ -59,35 +69,62 @@ def _score_row(
     tl.store(hit_ptr + row, (tl.max(beaten, 0) == 0).to(tl.float32))
 
     if WITH_GRAD:
-        scale = 1.0 / total
+        if AS_ODDS:
+            tl.store(scale_ptr + row, 1.0 / (total * odds_scale))
         for start in range(0, vocabulary, BLOCK):
             index = start + lane
             inside = index < vocabulary
             x = tl.load(logits_ptr + index, mask=inside, other=float("-inf")).to(tl.float32)
-            grad = tl.exp2((x - peak) * log2_e) * scale - (index == label).to(tl.float32)
-            tl.store(logits_ptr + index, grad.to(logits_ptr.dtype.element_ty), mask=inside)
+            odds = tl.exp2((x - peak) * log2_e)
+            out = odds * odds_scale if AS_ODDS else odds * (1.0 / total) - (index == label).to(tl.float32)
+            tl.store(out_ptr + index, out.to(out_type), mask=inside)
 
 
 def score_chunk_(logits: Tensor, labels: Tensor, supervised: Tensor, ce: Tensor, hit: Tensor, with_grad: bool) -> None:
-    """`models.loss.score_chunk_reference_` in one kernel.
+    """`models.loss_reference.score_chunk_` in one kernel."""
+    _launch(logits, logits, ce, labels, supervised, ce, hit, with_grad, as_odds=False)
 
-    Args:
-        logits: [C, V], rows contiguous; overwritten by the gradient if `with_grad`.
-        labels: int64 [C].
-        supervised: bool [C].
-        ce, hit: float32 [C], filled.
-        with_grad: whether the gradient is needed.
-    """
+
+def score_chunk8_(
+    logits: Tensor,
+    odds: Tensor,
+    scale: Tensor,
+    labels: Tensor,
+    supervised: Tensor,
+    ce: Tensor,
+    hit: Tensor,
+    with_grad: bool,
+) -> None:
+    """`models.loss_reference.score_chunk8_` in one kernel."""
+    _launch(logits, odds, scale, labels, supervised, ce, hit, with_grad, as_odds=True)
+
+
+def _launch(
+    logits: Tensor,
+    out: Tensor,
+    scale: Tensor,
+    labels: Tensor,
+    supervised: Tensor,
+    ce: Tensor,
+    hit: Tensor,
+    with_grad: bool,
+    as_odds: bool,
+) -> None:
     rows, vocabulary = logits.shape
+    assert logits.is_contiguous() and out.is_contiguous()
     _score_row[(rows,)](
         logits,
-        logits.stride(0),
+        out,
+        scale,
         labels,
         supervised,
         ce,
         hit,
+        logits.stride(0),
         vocabulary,
+        ODDS_SCALE,
         WITH_GRAD=with_grad,
+        AS_ODDS=as_odds,
         BLOCK=BLOCK,
         num_warps=WARPS,
     )

@@ -11,6 +11,7 @@ from torch.nn.functional import cross_entropy
 
 from models import loss as loss_module
 from models.anchors import Anchors
+from models.float8 import Head8
 from models.loss import (
     LossSums,
     block_labels,
@@ -122,6 +123,17 @@ def test_metrics_count_leading_matches_per_block() -> None:
     assert sums.count_B.tolist() == [0, 3, 3, 2]
     assert sums.blocks.item() == 3
     assert sums.accepted.item() == (3 + 1) + (1 + 1) + (0 + 1)
+
+
+def test_float8_head_is_near_the_exact_one() -> None:
+    hidden, head, labels, supervised = example(0.5)
+    decay_loss = partial(draft_loss, kind="decay", gamma=3.0, alpha=0.5)
+    found = decay_loss(hidden, Head8.of(head), labels, supervised)
+    wanted = decay_loss(hidden, head, labels, supervised)
+    torch.testing.assert_close(found.loss, wanted.loss, rtol=1e-2, atol=0)
+    grad, want = (torch.autograd.grad(sums.loss, hidden)[0] for sums in (found, wanted))
+    assert (grad - want).norm() < 0.06 * want.norm()
+    assert grad.view(BLOCKS, BLOCK_SIZE, -1)[~supervised].eq(0).all()
 
 
 def test_unsupervised_rows_do_not_poison_the_gradient() -> None:
