@@ -1,0 +1,65 @@
+"""Ctrl-C and SIGTERM in every phase, and a killed torchrun."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+
+import pytest
+
+from launcher.manifest import problems_of
+from tests.faults.conftest import Results
+from tests.faults.harness import Running, Scenario, Start, check, newest
+
+TERM, INT = signal.SIGTERM, signal.SIGINT
+
+
+def _stop(name: str, fault: str, *numbers: signal.Signals, then: tuple[Start, ...] = ()) -> Scenario:
+    act: Callable[[Running], None] = lambda running: running.send(*numbers)  # noqa: E731
+    return Scenario(name, (Start(fault, act=act), *then))
+
+
+STEP = _stop("sigterm in step", "slow=2@step:3:1", TERM, then=(Start(),))
+SAVE = _stop("sigterm in save", "slow=2@save-shard:2:1", TERM)
+SECOND = _stop("second sigterm", "slow=60@step:3:1", TERM, TERM)
+RECEIVE = _stop("ctrl-c in receive", "slow=4@step:3:0", INT)
+TURN = _stop("sigterm in turn", "slow=3@turn:1", TERM)
+AGENT = Scenario(
+    "torchrun killed", (Start("slow=60@step:3:1", act=lambda run: run.child("torch.distributed.run").kill()),)
+)
+
+
+@pytest.mark.parametrize("scenario", [STEP], ids=str)
+def test_sigterm_in_a_step_saves_and_the_next_start_goes_on(results: Results, scenario: Scenario) -> None:
+    stopped, resumed = results(scenario)
+    check(stopped, "stopped", 143, ("stopped by SIGTERM at step 4",))
+    assert stopped.status.resumable and "step-4" in str(stopped.status.last_checkpoint)
+    check(resumed, "finished", 0)
+    assert "resumed from" in resumed.console and "at step 4" in resumed.console
+    assert sorted(resumed.metrics()) == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize("scenario", [SAVE], ids=str)
+def test_sigterm_in_a_save_lets_it_finish(results: Results, scenario: Scenario) -> None:
+    (result,) = results(scenario)
+    check(result, "stopped", 143)
+    assert result.status.step is not None and f"step-{result.status.step}" == newest(result.run_dir).name
+
+
+@pytest.mark.parametrize("scenario", [SECOND], ids=str)
+def test_a_second_sigterm_leaves_at_once(results: Results, scenario: Scenario) -> None:
+    (result,) = results(scenario)
+    check(result, "stopped", 143)
+    assert problems_of(newest(result.run_dir)) == []
+
+
+@pytest.mark.parametrize(("scenario", "code"), [(RECEIVE, 130), (TURN, 143)], ids=lambda value: str(value))
+def test_a_stop_while_waiting(results: Results, scenario: Scenario, code: int) -> None:
+    (result,) = results(scenario)
+    check(result, "stopped", code)
+
+
+@pytest.mark.parametrize("scenario", [AGENT], ids=str)
+def test_a_killed_torchrun_takes_the_ranks_along(results: Results, scenario: Scenario) -> None:
+    (result,) = results(scenario)
+    check(result, "failed", 75, ("torchrun", "SIGKILL"))
