@@ -32,7 +32,7 @@ from launcher.compile_proof import (
     require_close,
     require_flex_kernels,
 )
-from launcher.drafter_step import DTYPES, DrafterStep
+from launcher.drafter_step import DrafterStep
 from models.draft_step import RowBatch
 
 log = logging.getLogger("launcher")
@@ -146,7 +146,7 @@ def _prove(step: DrafterStep, batch: RowBatch, accumulation: int) -> Proof:
     breaks = sum(counters["graph_break"].values())
     proof = Proof(kernels, peak, bound, dense, output_error, gradient_error, breaks)
     require_bound(proof)
-    require_close(output_error, gradient_error, DTYPES[step.precision])
+    require_close(output_error, gradient_error, step.precision)
     if breaks:
         raise ProofError(f"{breaks} graph breaks: {', '.join(counters['graph_break'])}", "mend the layer's code")
     return proof

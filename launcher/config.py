@@ -105,8 +105,8 @@ class TrainConfig(Section):
     """Decay of the position weights; default by block size: 7 for 16, 5 for 10, 4 for 8."""
     dpace_alpha: float = Field(0.5, ge=0, le=1)
     """Smoothing of D-PACE."""
-    precision: Literal["bf16", "float32"] = "bf16"
-    """Compute precision; master weights are float32 always."""
+    precision: Literal["bf16", "float32", "float8"] = "bf16"
+    """Compute precision; master weights are float32 always. float8: GEMMs of block rows and of the head."""
     seed: int = 0
     """Seed of weights, row order and anchors."""
     max_bad_steps: int = Field(3, ge=0)

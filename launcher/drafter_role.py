@@ -76,7 +76,7 @@ class StepFactory:
         rank.journal.announce(f"attention: {self.backend} on {rank.torch_device.type}, compiled")
 
     def build(self, group: dist.ProcessGroup | None, steps: int) -> DrafterStep:
-        """A compiled, sharded drafter over `group` with the run's initial weights."""
+        """A compiled drafter with the run's initial weights; sharded over `group` if the run has several drafters."""
         assert group is not None, "only drafter ranks build a step"
         train = self._rank.config.train
         torch.manual_seed(train.seed)
@@ -88,7 +88,8 @@ class StepFactory:
             user_input(lambda: _same_shape(drafter, start))
             drafter.load_state_dict(start.state_dict())
         drafter.compile_layers()
-        return DrafterStep(drafter, self._forward, device_mesh(group, self._rank.device), train, steps)
+        mesh, sharded = device_mesh(group, self._rank.device), len(self._rank.topology.drafter_ranks) > 1
+        return user_input(lambda: DrafterStep(drafter, self._forward, mesh, train, steps, sharded))
 
     def _forward(self, drafter: DFlashDrafter) -> DraftForward:
         train = self._rank.config.train
@@ -101,6 +102,7 @@ class StepFactory:
             gamma=train.gamma,
             alpha=train.dpace_alpha,
             seed=train.seed,
+            precision=train.precision,
         )
 
 

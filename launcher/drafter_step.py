@@ -1,6 +1,7 @@
 """One optimizer step of the drafter: accumulate micro-batches, then update. The gate, training and the bench run this.
 
-FSDP2 holds float32 master shards and gathers them in the compute precision. The loss is a sum; the gradient is divided
+Several ranks: FSDP2 holds float32 master shards and gathers them in the compute precision. One rank: `MasterWeights`
+holds the masters, without FSDP2's copies and casts. The loss is a sum; the gradient is divided
 by the sum of weights over all ranks and micro-batches inside the fused AdamW kernel, together with clipping, so that
 normalisation is global (SpecForge #731) and costs no pass over the gradients. Nothing here waits for the device.
 """
@@ -22,8 +23,9 @@ from torch.distributed.tensor import DTensor
 from launcher.config import TrainConfig
 from models.dflash import DFlashDrafter
 from models.draft_step import DraftForward, LossSums, RowBatch
+from models.master_weights import MasterWeights
 
-DTYPES = {"bf16": torch.bfloat16, "float32": torch.float32}
+DTYPES = {"bf16": torch.bfloat16, "float32": torch.float32, "float8": torch.bfloat16}
 
 
 def learning_rate(step: int, total: int, config: TrainConfig) -> float:
@@ -91,6 +93,7 @@ class DrafterStep:
         make_forward: builds the forward of one micro-batch over the (sharded) drafter.
         mesh: one dimension, the ranks that train together.
         total_steps: length of the learning rate schedule.
+        sharded: FSDP2; False only where the run has one drafter, whose step it makes shorter by a tenth.
     """
 
     def __init__(
@@ -100,23 +103,27 @@ class DrafterStep:
         mesh: DeviceMesh,
         config: TrainConfig,
         total_steps: int,
+        sharded: bool = True,
     ) -> None:
         self.drafter, self._config, self._total = drafter, config, total_steps
         self.precision = config.precision
         self._group = mesh.get_group()
-        shard_drafter(drafter, mesh, config.precision)
+        if not sharded and mesh.size() > 1:
+            raise ValueError(f"an unsharded drafter trains on one rank, not {mesh.size()}")
+        if sharded:
+            shard_drafter(drafter, mesh, config.precision)
         self.forward = make_forward(drafter)
-        self._optimizer = LocalAdamW(drafter, config)
+        self._optimizer = ShardedAdamW(drafter, config) if sharded else WholeAdamW(drafter, config)
         self._sums: Tensor | None = None
         # Keeps summed gradients near the size of averaged ones, whatever the number of blocks.
         self._scale = 1.0 / (config.anchors * (drafter.config.block_size - 1))
 
     def accumulate(self, batch: RowBatch, last: bool) -> None:
         """Forward and backward of one micro-batch; gradients are reduced over the ranks with the `last` one."""
-        assert isinstance(self.drafter, FSDPModule)
-        self.drafter.set_requires_gradient_sync(last)
+        self._optimizer.before_micro_batch(last)
         sums = self.forward(batch)
         (sums.loss * self._scale).backward()
+        self._optimizer.after_micro_batch(last)
         packed = pack_sums(sums)
         self._sums = packed if self._sums is None else self._sums + packed
 
@@ -136,18 +143,17 @@ class DrafterStep:
         return StepResult(step, lr, host, block_size, torch.cuda.current_stream().record_event())
 
     def parameter_bytes(self) -> int:
-        """Bytes that a step adds for gathered weights and float32 gradients, beside the activations."""
+        """Bytes that a step adds for gathered weights and gradients, beside the activations."""
         count = sum(param.numel() for param in self.drafter.parameters())
-        return count * (2 * DTYPES[self.precision].itemsize + 4)
+        return count * self._optimizer.bytes_per_parameter(DTYPES[self.precision].itemsize)
 
     def state(self) -> dict[str, Any]:
         """Master weights and moments as tensors that a distributed checkpoint can reshard."""
-        return {"model": self.drafter.state_dict(), "optimizer": self._optimizer.state()}
+        return {"model": self._optimizer.masters(), "optimizer": self._optimizer.state()}
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Take over what a checkpoint loaded into `state()`'s tensors."""
-        self.drafter.load_state_dict(state["model"])
-        self._optimizer.load_state(state["optimizer"])
+        self._optimizer.load(state["model"], state["optimizer"])
 
 
 def pack_sums(sums: LossSums) -> Tensor:
@@ -158,7 +164,40 @@ def pack_sums(sums: LossSums) -> Tensor:
     )
 
 
-class LocalAdamW:
+class WholeAdamW:
+    """One rank: the drafter's parameters are working copies, masters and moments stand beside them."""
+
+    def __init__(self, drafter: nn.Module, config: TrainConfig) -> None:
+        dtype = DTYPES[config.precision]
+        self._weights = MasterWeights(drafter, dtype, betas=config.betas, weight_decay=config.weight_decay)
+
+    def before_micro_batch(self, last: bool) -> None:
+        """Nothing to prepare: no other rank takes part."""
+
+    def after_micro_batch(self, last: bool) -> None:
+        """Keep the sum of several micro-batches in float32."""
+        if not last:
+            self._weights.fold()
+
+    def bytes_per_parameter(self, compute_bytes: int) -> int:
+        return compute_bytes + 4  # a gradient, and a float32 sum of them where micro-batches accumulate
+
+    def step(self, lr: float, weight: Tensor, clip_norm: float) -> Tensor:
+        """As `ShardedAdamW.step`."""
+        return self._weights.step(lr, weight, clip_norm)
+
+    def masters(self) -> dict[str, Tensor]:
+        return self._weights.masters
+
+    def state(self) -> dict[str, Any]:
+        """The same names as `ShardedAdamW.state`, so that a checkpoint serves both."""
+        return self._weights.state()
+
+    def load(self, model: dict[str, Tensor], state: dict[str, Any]) -> None:
+        self._weights.load(model, state)
+
+
+class ShardedAdamW:
     """Fused AdamW over this rank's shards as plain tensors.
 
     The fused kernel divides by `grad_scale` and skips the update where `found_inf` is set, so that normalisation,
@@ -166,12 +205,27 @@ class LocalAdamW:
     """
 
     def __init__(self, drafter: nn.Module, config: TrainConfig) -> None:
+        self._drafter = drafter
         self._params: dict[str, nn.Parameter] = dict(drafter.named_parameters())
         self._local = {name: nn.Parameter(_local(param)) for name, param in self._params.items()}
         self._adamw = torch.optim.AdamW(
             list(self._local.values()), lr=config.lr, betas=config.betas, weight_decay=config.weight_decay, fused=True
         )
         self._group = _mesh_group(next(iter(self._params.values())))
+
+    def before_micro_batch(self, last: bool) -> None:
+        """Gradients are reduced over the ranks with the last micro-batch only."""
+        assert isinstance(self._drafter, FSDPModule)
+        self._drafter.set_requires_gradient_sync(last)
+
+    def after_micro_batch(self, last: bool) -> None:
+        """FSDP2 adds micro-batches up by itself."""
+
+    def bytes_per_parameter(self, compute_bytes: int) -> int:
+        return 2 * compute_bytes + 4  # a gathered weight and its gradient, then the float32 gradient
+
+    def masters(self) -> dict[str, Tensor]:
+        return self._drafter.state_dict()
 
     def step(self, lr: float, weight: Tensor, clip_norm: float) -> Tensor:
         """Apply gradient / weight, clipped to `clip_norm`; returns the norm before clipping, a scalar on the device."""
@@ -206,7 +260,8 @@ class LocalAdamW:
                 state[f"{name}.{moment}"] = _like(own[moment], param)
         return state
 
-    def load_state(self, state: dict[str, Any]) -> None:
+    def load(self, model: dict[str, Tensor], state: dict[str, Any]) -> None:
+        self._drafter.load_state_dict(model)
         for name in self._params:
             own = self._adamw.state.get(self._local[name]) or self._empty_state(name)
             own["step"].copy_(state[f"{name}.step"])

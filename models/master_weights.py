@@ -83,17 +83,17 @@ class MasterWeights:
         assert grad is not None, f"{name} got no gradient"
         return grad
 
-    def optimizer_state(self) -> dict[str, Any]:
-        """Step count and moments by parameter name: the tensors themselves, to save or to load into."""
+    def state(self) -> dict[str, Any]:
+        """Step count and moments by parameter name: the moments themselves, the count as a copy on the host."""
         state: dict[str, Any] = {}
         for name in self._params:
-            state[f"{name}.step"] = self._count
+            state[f"{name}.step"] = self._count.cpu()
             state[f"{name}.exp_avg"], state[f"{name}.exp_avg_sq"] = self._mean[name], self._square[name]
         return state
 
     @torch.no_grad()
     def load(self, model: dict[str, Tensor], optimizer: dict[str, Any]) -> None:
-        """Take over masters and moments, as `masters` and `optimizer_state()` gave them, and refresh the copies."""
+        """Take over masters and moments, as `masters` and `state()` gave them, and refresh the copies."""
         for name, param in self._params.items():
             self.masters[name].copy_(model[name])
             self._mean[name].copy_(optimizer[f"{name}.exp_avg"])

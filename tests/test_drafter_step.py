@@ -69,6 +69,35 @@ def test_ranks_and_accumulation_do_not_change_the_step(tmp_path: Path) -> None:
             assert ours["supervised_tokens"] == theirs["supervised_tokens"]
 
 
+def train_whole_and_resume_sharded(rank: int, group: dist.ProcessGroup) -> dict[str, Any]:
+    """Two steps without FSDP2; then a sharded step takes over the first one's state and runs the second."""
+    whole, sharded = make_step(group, sharded=False), make_step(group)
+    for number in range(2):
+        for index, supervised in enumerate(SUPERVISED):
+            batch = make_batch(number * 4 + index, supervised)
+            whole.accumulate(batch, last=index == 3)
+            if number:
+                sharded.accumulate(batch, last=index == 3)
+        metrics = whole.update(number).read()
+        if not number:
+            state = sharded.state()
+            for part, values in whole.state().items():
+                for name, value in values.items():
+                    getattr(state[part][name], "_local_tensor", state[part][name]).copy_(value)
+            sharded.load_state(state)
+    sharded.update(1)
+    return {"weights": _whole_weights(whole), "resumed": _whole_weights(sharded), "metrics": metrics}
+
+
+def test_one_rank_without_sharding_takes_the_same_steps_and_checkpoints(tmp_path: Path) -> None:
+    (alone,) = run_ranks(1, tmp_path, train_two_steps)
+    (whole,) = run_ranks(1, tmp_path, train_whole_and_resume_sharded)
+    assert whole["metrics"]["loss"] == pytest.approx(alone["metrics"][1]["loss"], rel=1e-5)
+    for name, weight in alone["weights"].items():
+        torch.testing.assert_close(whole["weights"][name], weight, rtol=1e-4, atol=2e-6)
+        torch.testing.assert_close(whole["resumed"][name], weight, rtol=1e-4, atol=2e-6)
+
+
 def skip_bad_step(rank: int, group: dist.ProcessGroup) -> dict[str, Any]:
     """A NaN in one rank's features, between two good steps."""
     step = make_step(group)

@@ -71,11 +71,11 @@ def test_micro_batches_add_up_in_float32() -> None:
 def test_a_gradient_that_is_not_finite_changes_nothing(bad: float) -> None:
     module = make_module()
     masters = MasterWeights(module, torch.float32, **OPTIONS)
-    before = copy.deepcopy((masters.masters, masters.optimizer_state()))
+    before = copy.deepcopy((masters.masters, masters.state()))
     set_gradients(module, 0)
     next(module.parameters()).grad[0, 0] = bad  # pyrefly: ignore
     assert not masters.step(1e-2, torch.tensor(1.0), clip_norm=1.0).isfinite()
-    for old, new in zip(before, (masters.masters, masters.optimizer_state()), strict=True):
+    for old, new in zip(before, (masters.masters, masters.state()), strict=True):
         assert all(old[name].equal(new[name]) for name in old)
 
 
@@ -85,7 +85,7 @@ def test_state_moves_to_another_module() -> None:
     set_gradients(module, 0)
     masters.step(1e-2, torch.tensor(1.0), clip_norm=1.0)
     fresh = MasterWeights(other, torch.bfloat16, **OPTIONS)
-    fresh.load(masters.masters, masters.optimizer_state())
+    fresh.load(masters.masters, masters.state())
     for source, into in ((module, masters), (other, fresh)):
         set_gradients(source, 1)
         into.step(1e-2, torch.tensor(1.0), clip_norm=1.0)

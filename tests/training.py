@@ -46,7 +46,7 @@ def make_batch(index: int, supervised: int = ROW_LENGTH) -> RowBatch:
     )
 
 
-def make_step(group: dist.ProcessGroup, compiled: bool = False) -> DrafterStep:
+def make_step(group: dist.ProcessGroup, compiled: bool = False, sharded: bool = True) -> DrafterStep:
     """The training step of the tiny drafter over `group`, always with the same weights."""
     torch.manual_seed(0)
     drafter = DFlashDrafter(CONFIG)
@@ -60,4 +60,5 @@ def make_step(group: dist.ProcessGroup, compiled: bool = False) -> DrafterStep:
         DeviceMesh.from_group(group, "cpu"),
         train,
         total_steps=10,
+        sharded=sharded,
     )
