@@ -156,7 +156,9 @@ def _main(name: str, folder: Path) -> None:
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     role = Role(rank, "target", rank, 0, rank) if rank == 0 else Role(rank, "drafter", rank - 1, 0, rank)
     runtime = RuntimeConfig(
-        heartbeat_timeout=float(os.environ.get("HEARTBEAT", 60)), grace=float(os.environ.get("GRACE", 30))
+        heartbeat_timeout=float(os.environ.get("HEARTBEAT", 60)),
+        grace=float(os.environ.get("GRACE", 30)),
+        init_timeout=float(os.environ.get("INIT_TIMEOUT", 180)),
     )
     log = folder / "logs" / f"rank_{rank}.log"
     life = Lifecycle(FileControl(folder / "control"), role, world_size, folder, log, runtime)  # type: ignore[arg-type]

@@ -176,3 +176,9 @@ def test_error_classes_and_their_codes() -> None:
     assert failure_code(disk) is ExitCode.RETRY and not is_secondary(disk)
     assert failure_code(closed) is ExitCode.RETRY and is_secondary(closed)
     assert failure_code(ValueError("shape")) is ExitCode.UNCLASSIFIED
+
+
+def test_a_run_may_last_longer_than_its_first_deadline(tmp_path: Path) -> None:
+    """Time outside phases has no deadline: `init_timeout` here is shorter than the run."""
+    ended = end_ranks(start_ranks("steps", tmp_path, 1, INIT_TIMEOUT="0.1"))
+    assert ended[0][0] == 0 and _status(tmp_path).state == "finished"
