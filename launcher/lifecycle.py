@@ -53,6 +53,8 @@ if TYPE_CHECKING:
 
 # An error that looks like the echo of another rank's end waits this long for that rank's own story.
 ECHO_SECONDS = 2.5
+# The name of the time outside all phases, once the first one is over.
+BETWEEN = "between phases"
 PHASE_OPTIONS = {"turn": "compile.turn_timeout"}
 
 
@@ -65,6 +67,7 @@ class Lifecycle:
         self.control, self.role, self.world_size, self.run_dir = control, role, world_size, run_dir
         self.log_path = log_path
         self._limits = Limits(runtime.heartbeat_timeout, runtime.grace)
+        # Outside all phases there is no deadline of its own: a peer that waits for this rank has one.
         self._state = RankState([Phase("start", time.monotonic(), math.inf, False)])
         self._watchdog: Watchdog | None = None
 
@@ -135,6 +138,7 @@ class Lifecycle:
             raise
         finally:
             self._state.phases.pop()
+            self._state.phases[0].name = BETWEEN
         self._tell_phase()
 
     def check(self) -> None:
@@ -222,7 +226,8 @@ class Lifecycle:
             time.sleep(0.02)
 
     def _stopped(self, code: ExitCode, phase: str, note: str = "") -> ExitCode:
-        self.control.set("stopped", int(code))
+        place = {"code": int(code), "phase": phase, "step": self.step, "note": note}
+        self.control.set(f"stopped/{self.role.name}", place)
         self._goodbye("stopped", stopped_status(code, phase, self.step, self.run_dir, note))
         return code
 
@@ -231,9 +236,11 @@ class Lifecycle:
         self.control.set(f"left/{self.role.rank}", how)
         self._state.leave_with(ExitCode(status.code or 0))
         if self.control.add("goodbyes") == self.world_size:
-            stopped = self.control.get("stopped")
-            if stopped is not None and status.state == "finished":
-                status = stopped_status(ExitCode(stopped), self._state.phase.name, self.step, self.run_dir)
+            # Targets run ahead; the drafters know the step that training has reached.
+            stopped = self.control.get("stopped/drafter") or self.control.get("stopped/target")
+            if stopped is not None:
+                code, phase, step, note = ExitCode(stopped["code"]), stopped["phase"], stopped["step"], stopped["note"]
+                status = stopped_status(code, phase, step, self.run_dir, note)
             report(status, self.run_dir)
 
     def _tell_phase(self) -> None:
