@@ -166,7 +166,7 @@ class Training:
         self.receiver = RowReceiver(
             models.layout, self.schedule.source, rank.torch_device, transport, rank.control, rank.lifecycle
         )
-        self.metrics = MetricsWriter(rank.config, rank.attempt_dir) if rank.leads_drafters else NoMetrics()
+        self.metrics = self._open_metrics()
         self.progress = Progress(self.schedule.start_step, steps)
         self.pending: deque[StepResult] = deque()
         self.meter = Meter(rank.config.data.row_length, self.schedule.per_step)
@@ -209,6 +209,12 @@ class Training:
             lines.append(f"acceptance length on held-out prompts: {change}")
         return "; ".join(lines)
 
+    def _open_metrics(self) -> MetricsWriter | NoMetrics:
+        rank = self.rank
+        if not rank.leads_drafters:
+            return NoMetrics()
+        return MetricsWriter(rank.config, rank.attempt_dir, self.schedule.start_step)
+
     def _count_steps(self) -> int:
         rows = self.rank.wait_for("rows/0", "the targets to pack the rows", self.config.runtime.load_timeout)
         return total_steps(self.config.train, rows, self.rank.topology.drafter_count)
@@ -222,6 +228,7 @@ class Training:
             extra = self.checkpointer.load(path, state)
             self.step.load_state(state)
             start, position = extra["step"], extra["micro_batches"]
+            rank.lifecycle.step = start
             rank.journal.announce(f"resumed from {path} at step {start}")
         schedule = {"last_step": max(steps, start), "start_step": start, "start_micro_batch": position}
         if rank.leads_drafters:
@@ -298,6 +305,7 @@ class Training:
 
     def _save(self, done: int, required: bool) -> None:
         with self.rank.lifecycle.phase("save", self.config.runtime.save_timeout, defer_stop=True):
+            self._settle(0)  # a run that goes on from here does not do these steps again
             extra = {
                 "step": done,
                 "micro_batches": self.schedule.position(done),

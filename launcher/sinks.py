@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -20,9 +21,15 @@ class Sink(Protocol):
 
 
 class JsonlSink:
-    """One JSON object per line, flushed at once: the record that every other sink can be refilled from."""
+    """One JSON object per line, flushed at once: the record that every other sink can be refilled from.
 
-    def __init__(self, path: Path) -> None:
+    Args:
+        start_step: where this run goes on; what an earlier attempt recorded beyond it is dropped, since those steps
+            are done again.
+    """
+
+    def __init__(self, path: Path, start_step: int = 0) -> None:
+        _keep_until(path, start_step)
         self._file = path.open("a")
 
     def write(self, step: int, metrics: dict[str, Any]) -> None:
@@ -70,9 +77,9 @@ class WandbSink:
 class MetricsWriter:
     """Fans one step's metrics out. A copy that fails is dropped with one warning; the JSONL file goes on."""
 
-    def __init__(self, config: Config, attempt_dir: Path) -> None:
+    def __init__(self, config: Config, attempt_dir: Path, start_step: int = 0) -> None:
         run_dir = config.runtime.run_dir
-        self._record = JsonlSink(run_dir / "metrics.jsonl")
+        self._record = JsonlSink(run_dir / "metrics.jsonl", start_step)
         self._copies: list[Sink] = []
         if config.log.tensorboard:
             self._open("TensorBoard", lambda: TensorBoardSink(run_dir / "tensorboard" / attempt_dir.name))
@@ -100,6 +107,18 @@ class MetricsWriter:
                 sink.close()
             except Exception as error:  # a copy that cannot close must not turn a finished run into a failed one
                 log.warning("%s did not close: %s", type(sink).__name__, error)
+
+
+def _keep_until(path: Path, step: int) -> None:
+    """Drop the lines of later steps, and a last line that was cut off."""
+    if not path.exists():
+        return
+    lines = path.read_text().splitlines(keepends=True)
+    kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
+    if len(kept) < len(lines):
+        temporary = path.with_suffix(".tmp")
+        temporary.write_text("".join(kept))
+        os.replace(temporary, path)
 
 
 class NoMetrics:

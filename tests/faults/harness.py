@@ -109,15 +109,13 @@ class Result:
     left: list[str]
     status: Status
     logs: str = field(repr=False, default="")
+    metrics: tuple[dict[str, Any], ...] = field(repr=False, default=())
+    """Lines of metrics.jsonl as they were after this start."""
 
     @property
     def last_lines(self) -> str:
         """The final box and the command below it."""
-        return "\n".join(self.console.rstrip().splitlines()[-10:])
-
-    def metrics(self) -> dict[int, dict[str, Any]]:
-        lines = (self.run_dir / "metrics.jsonl").read_text().splitlines()
-        return {entry["step"]: entry for entry in map(json.loads, lines)}
+        return "\n".join(self.console.rstrip().splitlines()[-16:])
 
 
 def play(scenario: Scenario, folder: Path, cache: Path, chats: Path) -> list[Result]:
@@ -141,7 +139,8 @@ def check(result: Result, state: str, code: int, words: tuple[str, ...] = ()) ->
     assert "Traceback" not in result.console, result.console
     if status.last_checkpoint is not None:
         assert problems_of(Path(status.last_checkpoint)) == []
-    assert not list((result.run_dir / "checkpoints").glob("*.replaced"))
+    steps = [entry["step"] for entry in result.metrics]
+    assert steps == list(range(1, len(steps) + 1)), "no step is lost or counted twice"
 
 
 def newest(run_dir: Path) -> Path:
@@ -188,7 +187,9 @@ def _play_start(name: str, start: Start, run_dir: Path, cache: Path, chats: Path
     process.wait()
     status = read_status(run_dir) or Status(state="running")
     logs = "".join(path.read_text() for path in sorted((run_dir / "logs").glob("rank_*.log")))
-    return Result(run_dir, code, output.read_text(), seconds, left, status, logs)
+    record = run_dir / "metrics.jsonl"
+    metrics = tuple(json.loads(line) for line in record.read_text().splitlines()) if record.exists() else ()
+    return Result(run_dir, code, output.read_text(), seconds, left, status, logs, metrics)
 
 
 def _end_marked(mark: str) -> list[str]:

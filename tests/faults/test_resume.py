@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -25,7 +24,7 @@ def _flip_newest(run_dir: Path) -> None:
 
 def _flip_all(run_dir: Path) -> None:
     for folder in published(run_dir):
-        _flip(folder)
+        (folder / "extra.json").write_text("{}")
 
 
 # Every start after the first finds something wrong: a flipped byte, another number of drafters, a NaN, a full disk,
@@ -57,12 +56,7 @@ BACKGROUND = Scenario(
 
 
 def _losses(result: Result) -> dict[int, float]:
-    return {step: entry["loss"] for step, entry in result.metrics().items() if step <= 6}
-
-
-def _sums(result: Result, step: int) -> dict[str, str]:
-    files = json.loads((result.run_dir / "checkpoints" / f"step-{step}" / "manifest.json").read_text())["files"]
-    return {name: entry["sha256"] for name, entry in files.items() if name.endswith(".distcp")}
+    return {entry["step"]: entry["loss"] for entry in result.metrics}
 
 
 @pytest.mark.parametrize("scenario", [HISTORY], ids=str)
