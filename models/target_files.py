@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any
 from models.target_random import SHAPES, RandomWeights, shape_config
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from torch import Tensor
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
 
@@ -124,6 +125,7 @@ def _converted_folder(gguf: Path) -> Path:
 
 def _write_dequantised(gguf: Path, folder: Path) -> None:
     import torch
+    from safetensors.torch import save_file
     from transformers import AutoModelForCausalLM
 
     with quiet_transformers():
@@ -134,9 +136,22 @@ def _write_dequantised(gguf: Path, folder: Path) -> None:
             raise ValueError(f"target.model: cannot read {gguf}: {first_line(error)}") from error
         # The weights are plain now; the note that they were quantised would send a reader back to the GGUF file.
         del model.config.quantization_config
-        model.hf_quantizer = None
-        model.save_pretrained(folder)
+        # Not model.save_pretrained: in a distributed run only rank 0 would write anything, without a word.
+        model.config.save_pretrained(folder)
+        model.generation_config.save_pretrained(folder)
+        save_file(_plain_weights(model), folder / "model.safetensors", metadata={"format": "pt"})
         tokenizer.save_pretrained(folder)
+
+
+def _plain_weights(model: PreTrainedModel) -> dict[str, Tensor]:
+    """The state dict without second names of tied weights."""
+    first_names = {name for name, _ in model.named_parameters()}
+    all_names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    return {
+        name: tensor.contiguous()
+        for name, tensor in model.state_dict().items()
+        if name in first_names or name not in all_names
+    }
 
 
 def _gguf_tokenizer(gguf: Path) -> Any:

@@ -262,3 +262,21 @@ def test_demo_model_answers_sensibly() -> None:
     generate: Any = model.generate
     ids = generate(**inputs, max_new_tokens=24, do_sample=False)[0, inputs["input_ids"].shape[1] :]
     assert "Paris" in tokenizer.decode(ids) and ids[-1] == tokenizer.eos_token_id
+
+
+def test_a_converted_file_is_whole_whichever_rank_converts_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformers' save_pretrained writes nothing on rank 1 of a distributed run."""
+    config = AutoConfig.for_model("llama", **SMALL, tie_word_embeddings=True)
+    model = AutoModelForCausalLM.from_config(config).to(torch.bfloat16)
+    model.config.quantization_config = {"quant_method": "gguf"}
+    monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", lambda *_, **__: model)
+    monkeypatch.setattr(target_files, "_gguf_tokenizer", lambda _gguf: FakeTokenizer())
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda *_: 1)
+    target_files._write_dequantised(tmp_path / "model.gguf", tmp_path)
+    monkeypatch.undo()
+    loaded = load_full_target(tmp_path, torch.bfloat16, "cpu")
+    for name, weight in model.state_dict().items():
+        assert torch.equal(loaded.state_dict()[name], weight), name
