@@ -1,0 +1,103 @@
+"""The command `bench`: how fast the parts of training run on this machine, against what it can do.
+
+./launch.sh bench drafter [--shape qwen3-8b] [--context 3072] [--anchors 512] [--precision float8] [--json]
+
+On CPU a tiny shape runs by default. The first step is compiled from nothing, in a cache of its own, unless --warm.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from launcher.command_parser import CommandParser
+from launcher.errors import UserError
+from launcher.runtime import RankEnv, choose_device, gpu_uuids
+
+DEFAULTS = {"cuda": ("qwen3-8b", 3072, 512, 20), "cpu": ("tiny", 256, 16, 5)}
+
+
+def main(args: list[str]) -> int:
+    """Run the command; returns the exit code."""
+    parser = CommandParser("bench", description="measure a part of training on this machine")
+    parts = parser.add_subparsers(dest="part", required=True)
+    drafter = parts.add_parser("drafter", help="the drafter's training step, part by part")
+    drafter.add_argument("--shape", help="target shape: qwen3-8b, qwen3-14b, tiny or a config.json")
+    drafter.add_argument("--context", type=int, help="context tokens of a row")
+    drafter.add_argument("--anchors", type=int, help="blocks of a row")
+    drafter.add_argument("--layers", type=int, default=5, help="draft layers")
+    drafter.add_argument("--block-size", type=int, default=16, help="tokens of a block")
+    drafter.add_argument("--precision", default="bf16", choices=("bf16", "float32", "float8"))
+    drafter.add_argument("--sharded", action="store_true", help="FSDP2, as with several drafters")
+    drafter.add_argument("--steps", type=int, help="measured steps, after a warm-up")
+    drafter.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
+    drafter.add_argument("--warm", action="store_true", help="use the compile cache of the environment")
+    drafter.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
+    chosen = parser.parse_args(args)
+    report = _drafter(chosen)
+    print(json.dumps(report) if chosen.json else table(report))
+    return 0
+
+
+def _drafter(chosen: Any) -> dict[str, Any]:
+    device = choose_device(chosen.device, False, gpu_uuids(os.environ), RankEnv(0, 0, 1, 1, "127.0.0.1", 0, 0, False))
+    if device.uuid:
+        os.environ["CUDA_VISIBLE_DEVICES"] = device.uuid
+    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    with _compile_cache(chosen.warm):
+        from launcher.bench_drafter import BenchOptions, bench_drafter
+        from models.dflash import DFlashConfig
+        from models.target_random import shape_config
+
+        shape, context, anchors, steps = DEFAULTS[device.kind]
+        try:
+            target = shape_config(chosen.shape or shape)
+            config = DFlashConfig.from_target(
+                target,
+                layers=chosen.layers,
+                block_size=chosen.block_size,
+                mask_token_id=target.vocab_size - 1,
+            )
+            options = BenchOptions(
+                config,
+                chosen.context or context,
+                chosen.anchors or anchors,
+                chosen.precision,
+                chosen.sharded,
+                chosen.steps or steps,
+                device.kind,
+            )
+            return {"shape": chosen.shape or shape} | bench_drafter(options)
+        except ValueError as error:
+            raise UserError(f"bench drafter: {error}") from error
+
+
+def _compile_cache(warm: bool) -> AbstractContextManager[Any]:
+    """A fresh compile cache that is removed at the end. Set before torch is imported."""
+    if warm:
+        return nullcontext()
+    folder = tempfile.TemporaryDirectory(prefix="dflash-launcher-bench-")
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{folder.name}/inductor"
+    os.environ["TRITON_CACHE_DIR"] = f"{folder.name}/triton"
+    return folder
+
+
+def table(report: dict[str, Any]) -> str:
+    """The report for people."""
+    sheet = report["share_of_datasheet"]
+    lines = [
+        f"{report['device']}, torch {report['torch']}, {report['precision']}"
+        f"{', FSDP2' if report['sharded'] else ''}: {report['shape']}, {report['context']} context tokens,"
+        f" {report['anchors']} anchors of {report['block_size']} tokens, {report['layers']} layers",
+        f"{'part':<12}{'ms':>9}{'floor':>9}",
+        *(f"{name:<12}{ms:>9.2f}{report['floor_ms'][name]:>9.2f}" for name, ms in report["parts_ms"].items()),
+        f"{'step':<12}{report['step_ms']:>9.2f}{sum(report['floor_ms'].values()):>9.2f}",
+        f"{report['tflops']:.4g} TFLOP/s of useful work: {report['share_of_matmul']:.0%} of the measured"
+        f" {report['matmul_tflops']:.4g}" + (f", {sheet:.0%} of the datasheet" if sheet else ""),
+        f"{report['rows_per_s']:.3g} rows/s, peak memory {report['peak_gb']:.1f} GB,"
+        f" first step {report['first_step_s']:.1f} s; furthest from its floor: {report['furthest']}",
+    ]
+    return "\n".join(lines)

@@ -1,0 +1,276 @@
+"""Measure the drafter's training step: the one that training runs, part by part, against what the device can do.
+
+Parts are timed inside whole steps by events at their borders (CUDA events, or the clock on CPU), so that each is
+measured as it runs in training, with the device as busy and as warm.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import DeviceMesh
+
+from launcher.config import TrainConfig
+from launcher.drafter_step import DTYPES, DrafterStep
+from launcher.work_model import StepShape, datasheet, step_work, update_bytes
+from models.attention import choose_backend
+from models.dflash import DFlashConfig, DFlashDrafter
+from models.draft_step import BlockInputs, DraftForward, FrozenEnds, RowBatch
+from models.float8 import matmul8, quantize_rows
+from models.loss import LossSums
+from models.masks import context_bounds
+
+PARTS = ("mask", "forward", "head+loss", "backward", "optimizer")
+WARM_UP = 5
+
+
+@dataclass(frozen=True)
+class BenchOptions:
+    """What to measure."""
+
+    config: DFlashConfig
+    context: int
+    anchors: int
+    precision: str
+    sharded: bool
+    steps: int
+    device: str
+
+
+class Marks:
+    """Times of the borders between parts, one list per step; read after the device has finished."""
+
+    def __init__(self, device: str) -> None:
+        self._cuda = device == "cuda"
+        self.steps: list[list[Any]] = []
+
+    def begin(self) -> None:
+        self.steps.append([])
+        self.mark()
+
+    def mark(self) -> None:
+        if not self._cuda:
+            self.steps[-1].append(time.perf_counter())
+            return
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        self.steps[-1].append(event)
+
+    def medians(self) -> list[float]:
+        """Milliseconds of each part, the median over the steps; then of the whole step."""
+        if self._cuda:
+            torch.cuda.synchronize()
+        rows = [[self._between(*pair) for pair in zip(marks, marks[1:], strict=False)] for marks in self.steps]
+        return [statistics.median(part) for part in zip(*rows, strict=True)] + [statistics.median(map(sum, rows))]
+
+    def _between(self, start: Any, end: Any) -> float:
+        return start.elapsed_time(end) if self._cuda else (end - start) * 1e3
+
+
+class MarkedForward(DraftForward):
+    """The forward of training, with a mark behind each of its parts."""
+
+    marks: Marks
+
+    def block_inputs(self, batch: RowBatch) -> BlockInputs:
+        inputs = super().block_inputs(batch)
+        self.marks.mark()
+        return inputs
+
+    def hidden(self, batch: RowBatch, inputs: BlockInputs) -> Tensor:
+        hidden = super().hidden(batch, inputs)
+        self.marks.mark()
+        return hidden
+
+    def score(self, batch: RowBatch, inputs: BlockInputs, hidden: Tensor) -> LossSums:
+        sums = super().score(batch, inputs, hidden)
+        self.marks.mark()
+        return sums
+
+
+def bench_drafter(options: BenchOptions) -> dict[str, Any]:
+    """All numbers of one shape: milliseconds, TFLOP/s, shares, rows per second, gigabytes. See `launcher.bench`."""
+    torch.manual_seed(0)
+    cuda = options.device == "cuda"
+    rate = matmul_rate(options.device, options.precision)
+    bandwidth = copy_rate(options.device)
+    dist.init_process_group("nccl" if cuda else "gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        marks = Marks(options.device)
+        step, batch = _make_step(options, marks), _make_batch(options)
+        started = time.perf_counter()
+        _run(step, batch, marks, 0)
+        _finish(options.device)
+        first = time.perf_counter() - started
+        for number in range(WARM_UP):
+            _run(step, batch, marks, number)
+        marks.steps.clear()
+        if cuda:
+            torch.cuda.reset_peak_memory_stats()
+        for number in range(options.steps):
+            _run(step, batch, marks, number)
+        *parts, whole = marks.medians()
+        peak = torch.cuda.max_memory_allocated() if cuda else 0
+        visible = _visible(step, batch, options)
+    finally:
+        dist.destroy_process_group()
+    return _report(options, dict(zip(PARTS, parts, strict=True)), whole, visible, rate, bandwidth, first, peak)
+
+
+def _make_step(options: BenchOptions, marks: Marks) -> DrafterStep:
+    backend = choose_backend("auto", options.device)
+    train = TrainConfig.model_validate({"anchors": options.anchors, "precision": options.precision, "lr": 1e-5})
+    config, dtype = options.config, DTYPES[options.precision]
+    with torch.device(options.device):
+        drafter = DFlashDrafter(config)
+        ends = FrozenEnds(*(torch.randn(config.vocab_size, config.hidden_size).mul_(0.02).to(dtype) for _ in range(2)))
+    if options.device == "cuda":
+        drafter.compile_layers()
+
+    def make_forward(drafter: DFlashDrafter) -> DraftForward:
+        forward = MarkedForward(
+            drafter, ends, anchors=options.anchors, backend=backend, precision=train.precision, seed=train.seed
+        )
+        forward.marks = marks
+        return forward
+
+    mesh = DeviceMesh(options.device, [0])
+    return DrafterStep(drafter, make_forward, mesh, train, total_steps=10**6, sharded=options.sharded)
+
+
+def _make_batch(options: BenchOptions) -> RowBatch:
+    """One document over the whole row, all of it supervised: no slot is left without an anchor."""
+    config, length = options.config, options.context
+    with torch.device(options.device):
+        return RowBatch(
+            index=0,
+            features=torch.randn(length, len(config.target_layer_ids) * config.hidden_size, dtype=torch.bfloat16).to(
+                DTYPES[options.precision]
+            ),
+            ids=torch.randint(config.vocab_size, (length,)),
+            loss_mask=torch.ones(length, dtype=torch.bool),
+            doc=torch.zeros(length, dtype=torch.int32),
+            positions=torch.arange(length),
+        )
+
+
+def _run(step: DrafterStep, batch: RowBatch, marks: Marks, number: int) -> None:
+    marks.begin()
+    step.accumulate(batch, last=True)
+    marks.mark()
+    step.update(number)
+    marks.mark()
+
+
+def _visible(step: DrafterStep, batch: RowBatch, options: BenchOptions) -> float:
+    """Mean keys that a block token sees: context before its anchor, and its block."""
+    low_N, high_N = context_bounds(DraftForward.block_inputs(step.forward, batch).anchors, batch.doc)
+    return float((high_N - low_N).float().mean()) + options.config.block_size
+
+
+def _finish(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def _report(
+    options: BenchOptions,
+    parts: dict[str, float],
+    whole: float,
+    visible: float,
+    rate: float,
+    bandwidth: float,
+    first: float,
+    peak: int,
+) -> dict[str, Any]:
+    config = options.config
+    work = step_work(
+        StepShape(
+            context=options.context,
+            anchors=options.anchors,
+            block_size=config.block_size,
+            hidden=config.hidden_size,
+            intermediate=config.intermediate_size,
+            layers=config.num_layers,
+            query_width=config.num_heads * config.head_dim,
+            key_width=config.num_kv_heads * config.head_dim,
+            vocabulary=config.vocab_size,
+            taps=len(config.target_layer_ids),
+            visible=visible,
+        )
+    )
+    operations = {"forward": work.forward, "head+loss": work.head, "backward": work.backward}
+    floors = {name: count / rate * 1e3 for name, count in operations.items()}
+    floors |= {
+        "mask": 0.0,
+        "optimizer": update_bytes(work.parameters, DTYPES[options.precision].itemsize) / bandwidth * 1e3,
+    }
+    gpu = torch.cuda.get_device_name() if options.device == "cuda" else "cpu"
+    sheet = datasheet(gpu, options.precision)
+    achieved = work.total / whole * 1e3
+    return {
+        "device": gpu,
+        "torch": torch.__version__,
+        "precision": options.precision,
+        "sharded": options.sharded,
+        "context": options.context,
+        "anchors": options.anchors,
+        "block_size": config.block_size,
+        "hidden": config.hidden_size,
+        "layers": config.num_layers,
+        "vocabulary": config.vocab_size,
+        "parts_ms": {name: round(parts[name], 3) for name in PARTS},
+        "floor_ms": {name: round(floors[name], 3) for name in PARTS},
+        "step_ms": round(whole, 3),
+        "tflop": round(work.total / 1e12, 6),
+        "tflops": round(achieved / 1e12, 6),
+        "matmul_tflops": round(rate / 1e12, 6),
+        "share_of_matmul": round(achieved / rate, 4),
+        "share_of_datasheet": None if sheet is None else round(achieved / 1e12 / sheet, 4),
+        "copy_gbs": round(bandwidth / 1e9, 1),
+        "rows_per_s": round(1e3 / whole, 3),
+        "peak_gb": round(peak / 1e9, 3),
+        "first_step_s": round(first, 2),
+        "furthest": max(PARTS, key=lambda name: parts[name] - floors[name]),
+    }
+
+
+def matmul_rate(device: str, precision: str) -> float:
+    """Operations per second of a large matrix product on random data, held for as long as a step takes or longer.
+
+    The first products of a cold GPU run some tenths faster than it can sustain; a step is long enough to feel that.
+    """
+    size, count = (8192, 100) if device == "cuda" else (512, 5)
+    dtype = DTYPES[precision]
+    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    if precision == "float8":
+        operands = *quantize_rows(a), *quantize_rows(b)
+        run: Callable[[], Tensor] = lambda: matmul8(*operands, dtype)  # noqa: E731
+    else:
+        run = lambda: a @ b.t()  # noqa: E731
+    return 2 * size**3 / (_median_ms(run, device, count) / 1e3)
+
+
+def copy_rate(device: str) -> float:
+    """Bytes per second of a copy within memory, read and written bytes both counted."""
+    source = torch.empty((1 << 30) if device == "cuda" else (1 << 24), dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return 2 * source.numel() / (_median_ms(lambda: target.copy_(source), device, 10) / 1e3)
+
+
+def _median_ms(run: Callable[[], Any], device: str, count: int) -> float:
+    """The median over the later half of `count` runs in a row."""
+    marks = Marks(device)
+    for _ in range(count):
+        marks.begin()
+        run()
+        marks.mark()
+    marks.steps = marks.steps[count // 2 :]
+    return marks.medians()[-1]

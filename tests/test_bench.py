@@ -1,0 +1,62 @@
+"""The bench command on CPU, and the work it counts."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from launcher.bench import main, table
+from launcher.errors import UserError
+from launcher.work_model import StepShape, datasheet, step_work, update_bytes
+
+QWEN3_8B = StepShape(
+    context=3072,
+    anchors=512,
+    block_size=16,
+    hidden=4096,
+    intermediate=12288,
+    layers=5,
+    query_width=4096,
+    key_width=1024,
+    vocabulary=151936,
+    taps=5,
+    visible=1552.0,
+)
+
+
+def test_work_of_the_8b_drafter_is_the_published_model() -> None:
+    work, tokens = step_work(QWEN3_8B), 8192
+    assert work.parameters == pytest.approx(1.0486e9, rel=1e-3)
+    assert work.head / tokens == pytest.approx(2.49e9, rel=0.01)
+    context = 3072 * (0.252e9 + 0.336e9)
+    assert (work.total - context) / tokens == pytest.approx(8.7e9, rel=0.02)
+    assert work.backward > 2 * work.forward - 2 * 3072 * 5 * 4096 * 4096
+
+
+def test_bytes_of_the_update_and_datasheets() -> None:
+    assert update_bytes(10) == 280
+    assert datasheet("NVIDIA H200", "bf16") == 989.0
+    assert datasheet("NVIDIA H200", "float8") == 1979.0
+    assert datasheet("cpu", "bf16") is None
+
+
+@pytest.mark.parametrize("flags", [[], ["--sharded"], ["--precision", "float8"]])
+def test_drafter_bench_runs_on_cpu(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    torch.set_num_threads(1)
+    words = ["drafter", "--device", "cpu", "--context", "96", "--anchors", "4", "--steps", "2", "--json", "--warm"]
+    assert main([*words, "--layers", "1", *flags]) == 0
+    report = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert report["step_ms"] > 0 and report["rows_per_s"] > 0 and report["tflops"] > 0
+    assert set(report["parts_ms"]) == set(report["floor_ms"])
+    assert sum(report["parts_ms"].values()) == pytest.approx(report["step_ms"], rel=0.5)
+    assert report["furthest"] in report["parts_ms"]
+    assert "rows/s" in table(report)
+
+
+def test_mistakes_are_one_line() -> None:
+    with pytest.raises(UserError, match="no shape"):
+        main(["drafter", "--device", "cpu", "--shape", "nothing"])
+    with pytest.raises(UserError, match="invalid int value"):
+        main(["drafter", "--context", "many"])
