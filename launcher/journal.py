@@ -1,7 +1,7 @@
 """What a rank says: its own log file, and the lines that the user sees.
 
 A rank's stdout and stderr, native output included, go to its log file. The console, kept aside, gets what is announced
-and every warning or error, marked with the rank that it comes from.
+and every warning or error of our own, marked with the rank that it comes from. Libraries speak in the log file alone.
 """
 
 from __future__ import annotations
@@ -21,19 +21,28 @@ log = logging.getLogger("launcher")
 _STYLES = {logging.WARNING: "yellow", logging.ERROR: "bold red"}
 
 
-class _ConsoleHandler(logging.Handler):
-    """Announced lines as they are; warnings and errors with the rank in front."""
+class ConsoleHandler(logging.Handler):
+    """Announced lines as they are; warnings and errors with the rank in front; nothing of other packages.
 
-    def __init__(self, console: Console, role: Role) -> None:
+    What `models` says is the same on every rank, so only the rank that speaks repeats it.
+    """
+
+    def __init__(self, console: Console, role: Role, speaks: bool) -> None:
         super().__init__()
         self._console, self._role = console, role
+        self._packages = {"launcher", "models"} if speaks else {"launcher"}
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        wanted = getattr(record, "announce", False) or record.levelno >= logging.WARNING
+        return wanted and record.name.partition(".")[0] in self._packages
 
     def emit(self, record: logging.LogRecord) -> None:
-        announced = getattr(record, "announce", False)
-        if announced or record.levelno >= logging.WARNING:
-            prefix = "" if announced else f"[{self._role}] "
-            style = _STYLES.get(record.levelno, "")
+        prefix = "" if getattr(record, "announce", False) else f"[{self._role}] "
+        style = _STYLES.get(record.levelno, "")
+        try:
             self._console.print(Text(prefix + record.getMessage(), style=style), soft_wrap=True)
+        except OSError:  # the reader of the console has gone; the run and its log file go on
+            logging.getLogger().removeHandler(self)
 
 
 class Journal:
@@ -42,18 +51,15 @@ class Journal:
     def __init__(self, role: Role, log_path: Path, speaks: bool) -> None:
         self.path, self.speaks = log_path, speaks
         log_path.parent.mkdir(parents=True, exist_ok=True)
-        terminal = os.fdopen(os.dup(1), "w", buffering=1)
+        terminal = os.fdopen(os.dup(1), "w", buffering=1, encoding="utf-8", errors="replace")
         self.console = Console(file=terminal, highlight=False)
         self._redirect(log_path)
         file_handler = logging.StreamHandler(sys.stderr)
         file_handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
         root = logging.getLogger()
-        root.handlers = [file_handler, _ConsoleHandler(self.console, role)]
+        root.handlers = [file_handler, ConsoleHandler(self.console, role, speaks)]
         root.setLevel(logging.INFO)
         logging.captureWarnings(True)
-        # Library warnings stay in the rank's file: the console speaks of this run alone.
-        for handler in root.handlers[1:]:
-            handler.addFilter(lambda record: record.name.startswith("launcher"))
 
     def announce(self, text: str, every_rank: bool = False) -> None:
         """A line for the console if this rank speaks (or `every_rank` may); always in the log file."""
@@ -78,11 +84,12 @@ class Progress:
     def line(self, step: int, metrics: dict[str, float]) -> str:
         done = max(1, step - self._first)
         left = (time.monotonic() - self._start) / done * (self._last - step)
-        memory = metrics.get("peak_memory_gb", 0.0)
+        memory = metrics.get("peak_memory_gb")  # 0 where there is no GPU
         return (
-            f"step {step}/{self._last}  loss {metrics['loss']:.3f}  acceptance {metrics['acceptance_length']:.2f}"
-            f"  lr {metrics['lr']:.2e}  {metrics['tokens_per_s']:,.0f} tok/s  {metrics['rows_per_s']:.2f} rows/s"
-            f"  wait {metrics['data_wait']:.0%}  {memory:.1f} GB  ETA {clock(left)}"
+            f"step {step:>{len(str(self._last))}}/{self._last}  loss {metrics['loss']:.3f}"
+            f"  acceptance {metrics['acceptance_length']:.2f}  lr {metrics['lr']:.2e}"
+            f"  {metrics['tokens_per_s']:,.0f} tok/s  {metrics['rows_per_s']:.2f} rows/s"
+            f"  wait {metrics['data_wait']:.0%}{f'  {memory:.1f} GB' if memory else ''}  ETA {clock(left)}"
         )
 
 

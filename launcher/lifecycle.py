@@ -53,8 +53,6 @@ if TYPE_CHECKING:
 
 # An error that looks like the echo of another rank's end waits this long for that rank's own story.
 ECHO_SECONDS = 2.5
-# The name of the time outside all phases, once the first one is over.
-BETWEEN = "between phases"
 PHASE_OPTIONS = {"turn": "compile.turn_timeout"}
 
 
@@ -138,7 +136,8 @@ class Lifecycle:
             raise
         finally:
             self._state.phases.pop()
-            self._state.phases[0].name = BETWEEN
+            if len(self._state.phases) == 1:
+                self._state.phases[0].name = f"after {name}"
         self._tell_phase()
 
     def check(self) -> None:

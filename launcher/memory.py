@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import threading
 import time
-from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -56,13 +54,20 @@ class GpuProbe:
 
 
 class MemoryWatcher:
-    """Samples this rank's memory every `interval` seconds on a daemon thread."""
+    """Samples this rank's memory every `interval` seconds on a daemon thread.
 
-    def __init__(self, path: Path, rank: int, uuid: str | None, interval: float, phase: Callable[[], str]) -> None:
-        self._path, self._rank, self._interval, self._phase = path, rank, interval, phase
+    Args:
+        path: memory.jsonl, shared by all ranks.
+        uuid: the GPU's, None without one.
+        phase: names what the rank is at.
+    """
+
+    def __init__(self, path: Path, role: Role, uuid: str | None, interval: float, phase: Callable[[], str]) -> None:
+        self._path, self._role, self._interval, self._phase = path, role, interval, phase
         self._gpu = GpuProbe(uuid) if uuid else None
         self._process = psutil.Process()
-        self._peaks: dict[str, dict[str, int]] = defaultdict(dict)
+        self._peaks: dict[str, dict[str, int]] = {}
+        self._lock = threading.Lock()
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="memory-watcher", daemon=True)
 
@@ -77,15 +82,18 @@ class MemoryWatcher:
     def peaks(self) -> dict[str, dict[str, int]]:
         """Highest bytes by phase: `rss` (host, this rank) and `gpu` (the whole card, where there is one)."""
         self._sample()
-        return {phase: dict(values) for phase, values in self._peaks.items()}
+        with self._lock:
+            return {phase: dict(values) for phase, values in self._peaks.items()}
 
     def _run(self) -> None:
-        file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-        while not self._closed.is_set():
-            # One write of one line: appends of all ranks to the same file do not mix.
-            os.write(file, (json.dumps(self._sample()) + "\n").encode())
-            self._closed.wait(self._interval)
-        os.close(file)
+        try:
+            with self._path.open("ab", buffering=0) as file:
+                while not self._closed.is_set():
+                    # One write of one line: appends of all ranks to the same file do not mix.
+                    file.write((json.dumps(self._sample()) + "\n").encode())
+                    self._closed.wait(self._interval)
+        except OSError as error:
+            log.warning("memory is no longer written to %s: %s", self._path.name, error.strerror)
 
     def _sample(self) -> dict[str, Any]:
         phase = self._phase()
@@ -93,16 +101,17 @@ class MemoryWatcher:
         used = self._gpu.used() if self._gpu else None
         if used is not None:
             sample["gpu"] = used
-        peaks = self._peaks[phase]
-        for key, value in sample.items():
-            peaks[key] = max(peaks.get(key, 0), value)
-        host = psutil.virtual_memory().available
-        return {"time": round(time.time(), 3), "rank": self._rank, "phase": phase, **sample, "host_available": host}
+        with self._lock:
+            peaks = self._peaks.setdefault(phase, {})
+            for key, value in sample.items():
+                peaks[key] = max(peaks.get(key, 0), value)
+        who = {"time": round(time.time(), 3), "rank": self._role.rank, "role": self._role.name, "phase": phase}
+        return {**who, **sample, "host_available": psutil.virtual_memory().available}
 
 
 def peaks_by_role(peaks: dict[Role, dict[str, dict[str, int]]]) -> str:
-    """A line per role: the highest host and GPU memory of its ranks, and the phase of the latter."""
-    lines = []
+    """A line: for each role the highest GPU and host memory of a rank, which rank, and what it was at."""
+    parts = []
     for name in ("target", "drafter"):
         mine = {role: phases for role, phases in peaks.items() if role.name == name}
         for kind, label in (("gpu", "GPU"), ("rss", "host")):
@@ -114,5 +123,5 @@ def peaks_by_role(peaks: dict[Role, dict[str, dict[str, int]]]) -> str:
             ]
             if found:
                 value, phase, rank = max(found)
-                lines.append(f"{name} {label} {value / 1e9:.1f} GB (rank {rank}, phase {phase})")
-    return "peak memory: " + ", ".join(lines)
+                parts.append(f"{name} {label} {value / 1e9:.1f} GB (rank {rank}, {phase})")
+    return "peak memory: " + ", ".join(parts)

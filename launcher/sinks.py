@@ -11,6 +11,8 @@ from typing import Any, Protocol
 from launcher.config import Config
 
 log = logging.getLogger("launcher")
+# Weights & Biases asks for a key where it has none; nobody sees the question in a rank's log.
+LOGIN_SECONDS = 30.0
 
 
 class Sink(Protocol):
@@ -46,7 +48,8 @@ class TensorBoardSink:
     def __init__(self, folder: Path) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer = SummaryWriter(str(folder))
+        # A rank that fails leaves without closing: what was written 10 seconds before is on disk.
+        self._writer = SummaryWriter(str(folder), flush_secs=10)
 
     def write(self, step: int, metrics: dict[str, Any]) -> None:
         for name, value in metrics.items():
@@ -65,7 +68,12 @@ class WandbSink:
     def __init__(self, project: str, config: Config) -> None:
         import wandb
 
-        self._run = wandb.init(project=project, config=config.model_dump(mode="json"), dir=config.runtime.run_dir)
+        self._run = wandb.init(
+            project=project,
+            config=config.model_dump(mode="json"),
+            dir=config.runtime.run_dir,
+            settings=wandb.Settings(login_timeout=LOGIN_SECONDS),
+        )
 
     def write(self, step: int, metrics: dict[str, Any]) -> None:
         self._run.log(metrics, step=step)
@@ -109,12 +117,21 @@ class MetricsWriter:
                 log.warning("%s did not close: %s", type(sink).__name__, error)
 
 
+def parse_line(line: str) -> dict[str, Any] | None:
+    """The object on a line of a .jsonl file; None where the line was cut off or spoiled."""
+    try:
+        values = json.loads(line)
+    except ValueError:
+        return None
+    return values if isinstance(values, dict) else None
+
+
 def _keep_until(path: Path, step: int) -> None:
-    """Drop the lines of later steps, and a last line that was cut off."""
+    """Drop the lines of later steps, and lines that were cut off or spoiled."""
     if not path.exists():
         return
-    lines = path.read_text().splitlines(keepends=True)
-    kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
+    lines = path.read_text(errors="replace").splitlines(keepends=True)
+    kept = [line for line in lines if line.endswith("\n") and (parse_line(line) or {}).get("step", step + 1) <= step]
     if len(kept) < len(lines):
         temporary = path.with_suffix(".tmp")
         temporary.write_text("".join(kept))

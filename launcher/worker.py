@@ -141,7 +141,7 @@ def join(
         groups = join_groups(stack, env, device, topology, control, runtime.init_timeout)
     memory = MemoryWatcher(
         runtime.run_dir / "memory.jsonl",
-        role.rank,
+        role,
         device.uuid,
         runtime.memory_interval,
         lambda: lifecycle.phase_name,
