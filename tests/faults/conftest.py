@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.harness import Result, Scenario, play
+from launcher.trial import Trial
+from tests.faults.harness import Scenario, play
 
 AT_ONCE = 3
-Results = Callable[[Scenario], list[Result]]
+Results = Callable[[Scenario], list[Trial]]
 
 
 @pytest.fixture(scope="session")
@@ -40,7 +41,7 @@ def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     with ThreadPoolExecutor(AT_ONCE) as pool:
         # The longest first, so that none of them runs alone at the end.
         order = sorted(scenarios, key=lambda scenario: -len(scenario.starts))
-        futures: dict[Scenario, Future[list[Result]]] = {
+        futures: dict[Scenario, Future[list[Trial]]] = {
             scenario: pool.submit(play, scenario, folder, cache, chats) for scenario in order
         }
         yield lambda scenario: futures[scenario].result()
