@@ -34,6 +34,10 @@ class Acceptance:
     tokens: int
     prompts: int
 
+    def __str__(self) -> str:
+        counts = f"{self.prompts} held-out prompts, {self.tokens} tokens in {self.target_steps} target steps"
+        return f"{self.length:.2f} ({counts})"
+
 
 def evaluation_steps(config: EvalConfig, schedule: Schedule) -> set[int]:
     """Finished-step counts after which acceptance is measured: before training, every `eval.every`, and at the end."""

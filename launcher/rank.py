@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,6 +21,7 @@ from launcher.schedule import Schedule
 from launcher.topology import Role, Topology
 from launcher.transfer import RowLayout
 from models.dflash import DFlashConfig, default_layer_ids
+from models.draft_step import RowBatch
 from models.target import load_config
 from models.target_ends import default_mask_token_id
 from models.target_files import load_tokenizer, resolve_target
@@ -112,6 +113,11 @@ def describe_models(config: Config) -> Models:
 
 def compute_dtype(config: Config) -> torch.dtype:
     return DTYPES[config.train.precision]
+
+
+def to_compute(batch: RowBatch, dtype: torch.dtype) -> RowBatch:
+    """The batch with its features in the compute dtype (no copy where they are already)."""
+    return replace(batch, features=batch.features.to(dtype))
 
 
 def agree_schedule(rank: Rank) -> Schedule:

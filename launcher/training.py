@@ -1,0 +1,214 @@
+"""The training loop of a drafter rank: rows in, steps, metrics, checkpoints, evaluations."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from launcher import faults
+from launcher.acceptance import Acceptance, evaluation_steps, request_evaluation
+from launcher.checkpoint import Checkpointer
+from launcher.checkpoint_folder import find_checkpoint
+from launcher.compile_gate import recompile_reason
+from launcher.drafter_step import DrafterStep, StepResult
+from launcher.errors import ExitCode, LauncherError, StopRequested
+from launcher.journal import Progress, clock
+from launcher.meter import Meter
+from launcher.rank import Rank, compute_dtype, to_compute
+from launcher.schedule import Schedule, is_due, total_steps
+from launcher.sinks import MetricsWriter, NoMetrics
+from launcher.transfer import RowLayout, RowReceiver, make_transport
+from models.draft_step import RowBatch
+
+log = logging.getLogger("launcher")
+
+
+class Training:
+    """One drafter's part of the loop; stops are agreed at step boundaries."""
+
+    def __init__(self, rank: Rank, layout: RowLayout, build: Callable[[int], DrafterStep]) -> None:
+        self.rank, self.config = rank, rank.config
+        runtime = rank.config.runtime
+        with rank.lifecycle.phase("load", runtime.load_timeout):
+            steps = self._count_steps()
+            self.step = build(steps)
+            self.checkpointer = Checkpointer(
+                runtime.run_dir,
+                rank.config.checkpoint,
+                rank.groups.saves,
+                rank.lifecycle.wait_until,
+                runtime.save_timeout,
+            )
+            self.schedule = self._resume(steps)
+        self.dtype = compute_dtype(rank.config)
+        transport = make_transport(rank.groups.rows_backend, rank.groups.rows, rank.torch_device, runtime.step_timeout)
+        self.receiver = RowReceiver(
+            layout, self.schedule.source, rank.torch_device, transport, rank.control, rank.lifecycle
+        )
+        self.metrics = self._open_metrics()
+        self.progress = Progress(self.schedule.start_step, steps)
+        self.pending: deque[StepResult] = deque()
+        self.meter = Meter(rank.config.data.row_length, self.schedule.per_step, rank.torch_device)
+        self.bad_steps, self.started = 0, time.monotonic()
+        self.acceptance: dict[int, Acceptance] = {}
+
+    def run(self) -> str:
+        schedule, config = self.schedule, self.config
+        evaluations = evaluation_steps(config.eval, schedule)
+        self._evaluate(schedule.start_step, evaluations)
+        for step in range(schedule.start_step, schedule.last_step):
+            self.rank.lifecycle.step = step
+            limit = config.runtime.step_timeout * (3 if step == schedule.start_step else 1)
+            with self.rank.lifecycle.phase("step", limit, defer_stop=True):
+                self._train(step)
+                stop = self._vote_stop()
+            done = step + 1
+            self.rank.lifecycle.step = done
+            self.checkpointer.poll()
+            if stop or is_due(done, config.checkpoint.every, schedule.last_step):
+                self._save(done, required=bool(stop) or done == schedule.last_step)
+            if stop:
+                self.rank.control.set("ended", done)
+                raise StopRequested(ExitCode(stop))
+            self._evaluate(done, evaluations)
+        self._settle(0)
+        self.metrics.close()
+        return self._summary()
+
+    def _summary(self) -> str:
+        steps, run_dir = self.schedule.last_step, self.config.runtime.run_dir
+        lines = [
+            f"trained to step {steps} in {clock(time.monotonic() - self.started)}; checkpoints in {run_dir}/checkpoints"
+        ]
+        if self.acceptance:
+            first, last = min(self.acceptance), max(self.acceptance)
+            change = " -> ".join(
+                f"{self.acceptance[step].length:.2f} (step {step})" for step in dict.fromkeys([first, last])
+            )
+            lines.append(f"acceptance length on held-out prompts: {change}")
+        return "; ".join(lines)
+
+    def _open_metrics(self) -> MetricsWriter | NoMetrics:
+        rank = self.rank
+        if not rank.leads_drafters:
+            return NoMetrics()
+        return MetricsWriter(rank.config, rank.attempt_dir, self.schedule.start_step)
+
+    def _count_steps(self) -> int:
+        rows = self.rank.wait_for("rows/0", "the targets to pack the rows", self.config.runtime.load_timeout)
+        return total_steps(self.config.train, rows, self.rank.topology.drafter_count)
+
+    def _resume(self, steps: int) -> Schedule:
+        """Load the newest usable checkpoint, if any; the leader tells all ranks where the run starts."""
+        rank, start, position = self.rank, 0, 0
+        path = self._find_checkpoint()
+        if path is not None:
+            state = self.step.state()
+            extra = self.checkpointer.load(path, state)
+            self.step.load_state(state)
+            start, position = extra["step"], extra["micro_batches"]
+            rank.lifecycle.step = start
+            rank.journal.announce(f"resumed from {path} at step {start}")
+        schedule = {"last_step": max(steps, start), "start_step": start, "start_micro_batch": position}
+        if rank.leads_drafters:
+            rank.control.set("schedule", schedule)
+        return Schedule(rank.topology, self.config.train.accumulation, **schedule)
+
+    def _find_checkpoint(self) -> Path | None:
+        """The checkpoint to resume from; one rank chooses, because choosing also tidies the folder."""
+        rank, runtime = self.rank, self.config.runtime
+        if rank.leads_drafters:
+            found = find_checkpoint(runtime.run_dir, runtime.resume)
+            for notice in found.notices:
+                rank.journal.announce(notice)
+            rank.control.set("resume", {"path": None if found.path is None else str(found.path)})
+        chosen = rank.wait_for("resume", "the first drafter to choose a checkpoint", runtime.load_timeout)["path"]
+        return None if chosen is None else Path(chosen)
+
+    def _train(self, step: int) -> None:
+        timeout = self.config.runtime.step_timeout
+        mine = self.schedule.of_drafter(step, self.rank.role.index)
+        following = (
+            self.schedule.of_drafter(step + 1, self.rank.role.index) if step + 1 < self.schedule.last_step else []
+        )
+        for place, index in enumerate(mine):
+            with self.meter.waiting():
+                batch = to_compute(self.receiver.take(index, timeout), self.dtype)
+            faults.spoil_features(batch.features, step)
+            self._accumulate(batch, last=place == len(mine) - 1)
+            self.receiver.prefetch([*mine[place + 1 :], *following])
+        self.pending.append(self.step.update(step))
+        self.meter.end_step()
+        self._settle(1)
+
+    def _accumulate(self, batch: RowBatch, last: bool) -> None:
+        try:
+            self.step.accumulate(batch, last)
+        except Exception as error:
+            reason = recompile_reason(error)
+            if reason is None:
+                raise
+            raise LauncherError(
+                f"the training step would compile again after the gate: {reason}",
+                "keep shapes fixed, or allow it with --compile.on_recompile=warn",
+            ) from error
+
+    def _settle(self, leave: int) -> None:
+        """Read the results of all but the last `leave` steps: a step's numbers are read while the next one runs."""
+        while len(self.pending) > leave:
+            result = self.pending.popleft()
+            metrics = result.read() | self.meter.lap()
+            self._judge(result.step, bool(metrics.pop("finite")))
+            done = result.step + 1
+            self.metrics.write(done, metrics)
+            if is_due(done, self.config.log.every, self.schedule.last_step):
+                self.rank.journal.announce(self.progress.line(done, metrics))
+
+    def _judge(self, step: int, finite: bool) -> None:
+        """Count steps in a row without a finite gradient; the update left the weights alone on every rank."""
+        self.bad_steps = 0 if finite else self.bad_steps + 1
+        if finite:
+            return
+        rows = f"micro-batches {self.schedule.position(step)}..{self.schedule.position(step + 1) - 1}"
+        if self.bad_steps > self.config.train.max_bad_steps:
+            raise LauncherError(
+                f"the gradient was not finite in {self.bad_steps} steps in a row, last at step {step} ({rows})",
+                "lower train.lr, or look at those rows",
+            )
+        log.warning("step %d skipped: its gradient is not finite (%s)", step, rows)
+
+    def _vote_stop(self) -> int:
+        """The exit code of an agreed stop, 0 to go on. Every drafter takes part in every step."""
+        vote = torch.tensor([int(self.rank.lifecycle.stop_code or 0)])
+        dist.all_reduce(vote, dist.ReduceOp.MAX, group=self.rank.groups.votes)
+        return int(vote)
+
+    def _save(self, done: int, required: bool) -> None:
+        with self.rank.lifecycle.phase("save", self.config.runtime.save_timeout, defer_stop=True):
+            self._settle(0)  # a run that goes on from here does not do these steps again
+            extra = {
+                "step": done,
+                "micro_batches": self.schedule.position(done),
+                "config": self.config.model_dump(mode="json"),
+            }
+            self.checkpointer.save(done, self.step.state(), extra, required=required)
+        self.meter.skip()
+
+    def _evaluate(self, done: int, evaluations: set[int]) -> None:
+        if done not in evaluations:
+            return
+        with self.rank.lifecycle.phase("eval", self.config.runtime.eval_timeout, defer_stop=True):
+            self._settle(0)
+            acceptance = request_evaluation(self.rank, done, self.step)
+        self.meter.skip()
+        if acceptance is None:
+            return
+        self.acceptance[done] = acceptance
+        self.metrics.write(done, {"eval_acceptance_length": acceptance.length, "eval_prompts": acceptance.prompts})
+        self.rank.journal.announce(f"acceptance length {acceptance} after {done} steps")
