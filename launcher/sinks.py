@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -66,7 +67,7 @@ class WandbSink:
     """Weights & Biases, an optional package."""
 
     def __init__(self, project: str, config: Config) -> None:
-        import wandb
+        import wandb  # pyrefly: ignore[missing-import]
 
         self._run = wandb.init(
             project=project,
@@ -88,33 +89,33 @@ class MetricsWriter:
     def __init__(self, config: Config, attempt_dir: Path, start_step: int = 0) -> None:
         run_dir = config.runtime.run_dir
         self._record = JsonlSink(run_dir / "metrics.jsonl", start_step)
-        self._copies: list[Sink] = []
+        self._copies: dict[str, Sink] = {}
         if config.log.tensorboard:
             self._open("TensorBoard", lambda: TensorBoardSink(run_dir / "tensorboard" / attempt_dir.name))
         if config.log.wandb:
             self._open("Weights & Biases", lambda: WandbSink(config.log.wandb or "", config))
 
-    def _open(self, name: str, make: Any) -> None:
+    def _open(self, name: str, make: Callable[[], Sink]) -> None:
         try:
-            self._copies.append(make())
+            self._copies[name] = make()
         except Exception as error:  # any backend, any error: metrics.jsonl is the record
             log.warning("%s is off: %s (metrics.jsonl has everything)", name, error)
 
     def write(self, step: int, metrics: dict[str, Any]) -> None:
         self._record.write(step, metrics)
-        for sink in list(self._copies):
+        for name, sink in list(self._copies.items()):
             try:
                 sink.write(step, metrics)
             except Exception as error:  # as above
-                log.warning("%s stopped: %s (metrics.jsonl has everything)", type(sink).__name__, error)
-                self._copies.remove(sink)
+                log.warning("%s stopped: %s (metrics.jsonl has everything)", name, error)
+                del self._copies[name]
 
     def close(self) -> None:
-        for sink in [self._record, *self._copies]:
+        for name, sink in {"metrics.jsonl": self._record, **self._copies}.items():
             try:
                 sink.close()
             except Exception as error:  # a copy that cannot close must not turn a finished run into a failed one
-                log.warning("%s did not close: %s", type(sink).__name__, error)
+                log.warning("%s did not close: %s", name, error)
 
 
 def parse_line(line: str) -> dict[str, Any] | None:

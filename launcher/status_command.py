@@ -14,7 +14,7 @@ from pathlib import Path
 from launcher.command_parser import CommandParser
 from launcher.config import RuntimeConfig
 from launcher.errors import UserError
-from launcher.status import final_box, read_status
+from launcher.status import FILE_NAME, final_box, read_status
 
 
 def main(args: list[str]) -> int:
@@ -23,7 +23,10 @@ def main(args: list[str]) -> int:
     parser.add_argument("run", nargs="?", type=Path, default=RuntimeConfig().run_dir, help="run folder")
     parser.add_argument("--json", action="store_true", help="print status.json")
     flags = parser.parse_args(args)
-    status = read_status(flags.run)
+    try:
+        status = read_status(flags.run)
+    except ValueError as error:
+        raise UserError(f"{flags.run / FILE_NAME} is damaged: {error}", "remove it, or start the run again") from error
     if status is None:
         raise UserError(f"{flags.run} holds no status.json", "give the folder of a run that has started")
     print(json.dumps(asdict(status), indent=2) if flags.json else final_box(status, sys.stdout), end="")
