@@ -24,8 +24,8 @@ from models.float8 import E4M3, Head8, matmul8, quantize_rows
 
 LossKind = Literal["decay", "dpace"]
 
-CHUNK_BYTES = {"cuda": 640 << 20, "cpu": 64 << 20}
-"""Logits that exist at a time, by device; chunks are equal, so a chunk may be much smaller."""
+CHUNK_BYTES = {"cuda": 320 << 20, "cpu": 64 << 20}
+"""Logits that exist at a time, by device; float8 odds add half of it."""
 
 
 @dataclass
@@ -201,7 +201,7 @@ def unit_loss8(rows: Tensor, head: Head8, labels: Tensor, supervised: Tensor, wi
     ce, hit = rows.new_empty((2, len(rows)), dtype=torch.float32)
     unit = torch.empty_like(rows) if with_grad else None
     vocabulary = len(head.by_token_VH)
-    chunks = _chunks(len(rows), vocabulary * 3, rows.device.type)
+    chunks = _chunks(len(rows), vocabulary * 2, rows.device.type)
     odds = rows.new_empty((chunks[0].stop, vocabulary), dtype=E4M3)
     scale = rows.new_empty((chunks[0].stop, 1), dtype=torch.float32)
     score_ = _kernels(rows.device.type).score_chunk8_
@@ -221,9 +221,15 @@ def _chunks(total: int, row_bytes: int, device_type: str) -> list[slice]:
 
 
 def chunk_rows(total: int, row_bytes: int, budget: int) -> int:
-    """Rows of a chunk: equal chunks under the budget, in multiples of 128 rows where there are that many."""
-    chunks = max(1, -(-total * row_bytes // budget))
-    even = -(-total // chunks)
+    """Rows of a chunk: a multiple of 1,024 if the budget holds that many, else equal chunks in multiples of 128.
+
+    The gradient's GEMM has rows x H outputs only; at H = 4,096 its tiles fill an H200 just once for each 1,024 rows,
+    and at other counts leave up to a third of it idle (measured: 744 TFLOP/s at 1,024 rows, 675 at 1,920).
+    """
+    fitting = budget // row_bytes
+    if fitting >= 1024:
+        return min(total, fitting // 1024 * 1024)
+    even = -(-total // max(1, -(-total * row_bytes // budget)))
     return min(total, -(-even // 128) * 128) if even > 128 else even
 
 

@@ -174,7 +174,10 @@ def test_without_gradient_only_the_values_are_computed() -> None:
     torch.testing.assert_close(sums.loss, decay_loss(hidden, head, labels, supervised).loss.detach())
 
 
-@pytest.mark.parametrize(("total", "row_bytes", "budget", "rows"), [(7680, 303872, 640 << 20, 1920), (20, 4, 8, 2)])
-def test_chunks_are_equal_and_within_the_budget(total: int, row_bytes: int, budget: int, rows: int) -> None:
+@pytest.mark.parametrize(
+    ("total", "row_bytes", "budget", "rows"),
+    [(7680, 303872, 320 << 20, 1024), (7680, 98304, 320 << 20, 3072), (500, 1024, 300 << 10, 256), (20, 4, 8, 2)],
+)
+def test_chunks_fill_the_gpu_within_the_budget(total: int, row_bytes: int, budget: int, rows: int) -> None:
     assert chunk_rows(total, row_bytes, budget) == rows
     assert chunk_rows(total, 1, budget) <= total
