@@ -190,7 +190,7 @@ def _act(kind: str) -> Callable[[Running], None] | None:
         if not running.wait_for("injected fault", ROUND_SECONDS):
             return
         if kind == "kill torchrun":
-            running.child("torch.distributed.run").kill()
+            running.kill_torchrun()
         else:
             running.send(*signals[kind])
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -50,10 +51,12 @@ class Running:
             if self.process.poll() is None:
                 self.process.send_signal(number)
 
-    def child(self, word: str) -> psutil.Process:
-        """The process of this start whose command line holds `word`; parents come before their children."""
-        found = psutil.Process(self.process.pid).children(recursive=True)
-        return next(process for process in found if any(word in part for part in process.cmdline()))
+    def kill_torchrun(self) -> None:
+        """SIGKILL the agent, if it is there."""
+        with contextlib.suppress(psutil.NoSuchProcess):
+            for process in psutil.Process(self.process.pid).children():
+                if "torch.distributed.run" in process.cmdline():
+                    process.kill()
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,8 @@ HANGS = [
         ("1 drafter 0 turn", "longer than 5 s", "compile.turn_timeout"),
     ),
     (
-        Scenario("gil held", (Start("gil@step:2:1", ("--runtime.heartbeat_timeout=12",)),)),
-        ("1 drafter 0 step", "no heartbeat for 12 s", "keeps the GIL"),
+        Scenario("gil held", (Start("gil@init:1", ("--runtime.heartbeat_timeout=8",)),)),
+        ("1 drafter 0 init", "no heartbeat for 8 s", "keeps the GIL"),
     ),
     (
         Scenario("sigstop", (Start("stop@init:0", ("--runtime.heartbeat_timeout=6",)),)),
