@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.staging import BlockingAsyncStager
 
 from launcher import faults
 from launcher.checkpoint_folder import (
+    EXTRA,
     FOLDER_MODE,
     TEMPORARY,
     apply_retention,
@@ -38,7 +39,6 @@ from launcher.manifest import seal_files, write_durably, write_manifest
 if TYPE_CHECKING:
     from launcher.config import CheckpointConfig
 
-EXTRA = "extra.json"
 T = TypeVar("T")
 Wait = Callable[[Callable[[], bool], str, float], None]
 log = logging.getLogger(__name__)

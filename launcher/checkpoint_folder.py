@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from launcher.errors import UserError
 from launcher.manifest import FILE_NAME as MANIFEST
 from launcher.manifest import problems_of, read_manifest, sync_folder, write_durably
 
 POINTER = "latest"
+EXTRA = "extra.json"
 FOLDER_MODE = 0o700
 _NAME = re.compile(r"step-(\d+)")
 # Names of half-made and set-aside folders; never resumed from.
@@ -54,6 +57,11 @@ def newest_published(run_dir: Path) -> Path | None:
         pointed = []
     complete = [path for path in [*pointed, *published(run_dir)] if (path / MANIFEST).is_file()]
     return complete[0] if complete else None
+
+
+def read_extra(folder: Path) -> dict[str, Any]:
+    """The `extra` that a verified checkpoint was saved with."""
+    return json.loads((folder / EXTRA).read_text())["extra"]
 
 
 def point_to(folder: Path) -> None:

@@ -14,8 +14,9 @@ import torch.distributed as dist
 from launcher import faults
 from launcher.acceptance import Acceptance, evaluation_steps, request_evaluation
 from launcher.checkpoint import Checkpointer
-from launcher.checkpoint_folder import find_checkpoint
+from launcher.checkpoint_folder import find_checkpoint, read_extra
 from launcher.compile_gate import recompile_reason
+from launcher.config_changes import check_resumed_config
 from launcher.drafter_step import DrafterStep, StepResult
 from launcher.errors import ExitCode, LauncherError, StopRequested
 from launcher.journal import Progress, clock
@@ -125,7 +126,8 @@ class Training:
         rank, runtime = self.rank, self.config.runtime
         if rank.leads_drafters:
             found = find_checkpoint(runtime.run_dir, runtime.resume)
-            for notice in found.notices:
+            changes = check_resumed_config(read_extra(found.path)["config"], self.config) if found.path else []
+            for notice in [*found.notices, *(f"changed since the checkpoint: {change}" for change in changes)]:
                 rank.journal.announce(notice)
             rank.control.set("resume", {"path": None if found.path is None else str(found.path)})
         chosen = rank.wait_for("resume", "the first drafter to choose a checkpoint", runtime.load_timeout)["path"]

@@ -87,7 +87,7 @@ def test_a_run_goes_on_from_an_older_checkpoint_on_more_ranks_through_a_nan_and_
 
 @pytest.mark.parametrize("scenario", [HISTORY], ids=str)
 def test_another_model_is_refused(results: Results, scenario: Scenario) -> None:
-    check(results(scenario)[2], "failed", 78, ("does not fit this model",))
+    check(results(scenario)[2], "failed", 78, ("drafter.layers: 1 -> 2",))
 
 
 @pytest.mark.parametrize("scenario", [HISTORY], ids=str)
