@@ -1,6 +1,6 @@
 """Soak: many short runs with seeded random faults, one after another in the same run folders, checked by invariants.
 
-./launch.sh soak --rounds 200 --seed 1 [--jobs 4] [--folder runs/soak]
+./launch.sh soak --rounds 200 --seed 1 [--jobs 4] [--minutes 60]
 
 A round starts the launcher on a run that earlier rounds left in some state, lets one fault strike or one signal come,
 and checks only what must hold after any of them: the run ends in time, its status tells the truth, no process is left,
@@ -10,10 +10,12 @@ the newest checkpoint is whole, and no step is lost or counted twice.
 from __future__ import annotations
 
 import json
+import math
 import random
 import shutil
 import signal
 import tempfile
+import time
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -94,6 +96,7 @@ def draw_round(number: int, seed: int, start_step: int) -> Round:
     kind = dice.choice(sorted(CODES))
     targets, drafters = dice.choice([(1, 1), (1, 1), (2, 1), (1, 2)])
     rank, step = dice.randrange(targets + drafters), start_step + dice.randrange(STEPS)
+    saved = dice.choice([done for done in range(start_step + 1, start_step + STEPS + 1) if done % 2 == 0])
     if kind == "nan":
         phase, rank = "step", targets + dice.randrange(drafters)
     elif kind == "header":
@@ -104,7 +107,8 @@ def draw_round(number: int, seed: int, start_step: int) -> Round:
         phase = dice.choice(PHASES if kind not in {"kill", "hang"} else PHASES + SAVE_STAGES)
     if phase.startswith(("save", "turn")):
         rank = targets if phase in SAVE_STAGES else targets + dice.randrange(drafters)
-    place = f"{phase}:{step}" if phase == "step" or phase.startswith("save") else phase
+    steps = {"step": step} | dict.fromkeys(("save", *SAVE_STAGES), saved)
+    place = f"{phase}:{steps[phase]}" if phase in steps else phase
     name, seconds = (kind, "") if not kind.startswith(("SIG", "second", "kill torchrun", "slow")) else ("slow", "=3")
     return Round(number, kind, f"{name}{seconds}@{place}:{rank}", targets, drafters, dice.random() < 0.5)
 
@@ -129,6 +133,7 @@ def main(args: list[str]) -> int:
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time, each in its own folder")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="begin no round after this time")
     parser.add_argument("--folder", type=Path, help="kept afterwards; default: a temporary one, kept if a round fails")
     parser.add_argument("--compiled", action="store_true", help="compile in every round (slower)")
     options = parser.parse_args(args)
@@ -137,8 +142,9 @@ def main(args: list[str]) -> int:
     chains = [
         range(first, min(first + ROUNDS_PER_RUN, options.rounds)) for first in range(0, options.rounds, ROUNDS_PER_RUN)
     ]
+    end = time.monotonic() + 60 * options.minutes
     with ThreadPoolExecutor(options.jobs) as pool:
-        played = pool.map(lambda chain: _play_chain(chain, options.seed, folder, environment), chains)
+        played = pool.map(lambda chain: _play_chain(chain, options.seed, folder, environment, end), chains)
         reports = [report for chain in played for report in chain]
     (folder / "soak.jsonl").write_text("".join(json.dumps(report) + "\n" for report in reports))
     failed = [report for report in reports if report["broken"]]
@@ -153,7 +159,7 @@ def main(args: list[str]) -> int:
 def summary(reports: list[dict[str, Any]], seed: int) -> str:
     """What the rounds came to, in a few lines."""
     struck, codes = (Counter(report[key] for report in reports) for key in ("struck", "code"))
-    seconds = [report["seconds"] for report in reports]
+    seconds = [report["seconds"] for report in reports] or [0.0]
     broken = [f"  round {r['number']} {r['fault']}: {problem}" for r in reports for problem in r["broken"]]
     ended = ", ".join(f"{count} with {code}" for code, count in sorted(codes.items()))
     head = (
@@ -163,11 +169,13 @@ def summary(reports: list[dict[str, Any]], seed: int) -> str:
     return "\n".join([head, *broken])
 
 
-def _play_chain(chain: range, seed: int, folder: Path, environment: dict[str, str]) -> list[dict[str, Any]]:
-    """Rounds on one run folder, each going on from what the one before left."""
+def _play_chain(chain: range, seed: int, folder: Path, environment: dict[str, str], end: float) -> list[dict[str, Any]]:
+    """Rounds on one run folder, each going on from what the one before left; none begins after `end` (monotonic)."""
     reports = []
     run_dir = folder / f"run-{chain.start // ROUNDS_PER_RUN}" / "run"
     for number in chain:
+        if time.monotonic() > end:
+            break
         newest = newest_published(run_dir)
         start_step = 0 if newest is None else step_of(newest)
         drawn = draw_round(number, seed, start_step)
