@@ -7,7 +7,7 @@ outlast any process-group timeout, and a failed turn reaches every rank as that 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -36,50 +36,70 @@ class Turn:
     rank: int
     place: int
     count: int
+    pass_on: Callable[[], None]
+    """Let the next rank begin; called by the body once what must be serial is over, at the latest at its end."""
     start: float = 0.0
     end: float = 0.0
 
     @property
     def seconds(self) -> float:
-        return self.end - self.start
+        """How long it was, or has been so far."""
+        return (self.end or time.time()) - self.start
 
 
 class OrderedTurns:
-    """A barrier that `ranks` pass in order, named so that several can exist in one run."""
+    """A barrier that ranks pass in order, named so that several can exist in one run.
+
+    Each node has an order of its own: its ranks share cores and a cache with each other only. All nodes join.
+    """
 
     def __init__(
-        self, name: str, ranks: Sequence[int], order: Order, turn_timeout: float, control: Control, lifecycle: Lifecycle
+        self,
+        name: str,
+        ranks_by_node: Sequence[Sequence[int]],
+        order: Order,
+        turn_timeout: float,
+        control: Control,
+        lifecycle: Lifecycle,
     ) -> None:
-        self._name, self._ranks, self._order = name, list(ranks), order
+        self._name, self._nodes, self._order = name, [list(ranks) for ranks in ranks_by_node], order
         self._turn_timeout, self._control, self._lifecycle = turn_timeout, control, lifecycle
 
     @property
     def limit(self) -> float:
         """Seconds that all turns together may take."""
-        return self._turn_timeout * (len(self._ranks) + 1)
+        return self._turn_timeout * (max(map(len, self._nodes)) + 1)
 
     @contextmanager
     def turn(self, rank: int) -> Iterator[Turn]:
         """Wait for the turn of `rank`, hold it for the body, pass it on.
 
-        A body that raises does not pass the turn on: the failure ends the run on every rank.
+        The body may pass the turn on before its end, and go on to what needs no turn; `join` waits for its end. A body
+        that raises does not pass the turn on: the failure ends the run on every rank.
         """
-        turn = Turn(rank, self._ranks.index(rank), len(self._ranks))
-        for before in predecessors(self._order, self._ranks, rank):
+        ranks = next(ranks for ranks in self._nodes if rank in ranks)
+        turn = Turn(rank, ranks.index(rank), len(ranks), lambda: self._pass_on(turn))
+        for before in predecessors(self._order, ranks, rank):
             # The owner of a turn is held to its own deadline; the margin covers its start-up.
-            done = self._done(before)
-            self._lifecycle.wait_until(partial(self._control.has, done), f"turn of rank {before}", self.limit, 0.02)
+            passed = self._key("passed", before)
+            self._lifecycle.wait_until(partial(self._control.has, passed), f"turn of rank {before}", self.limit, 0.02)
         with self._lifecycle.phase("turn", self._turn_timeout):
             turn.start = time.time()
             yield turn
-            turn.end = time.time()
-        self._control.set(self._done(rank), {"start": turn.start, "end": turn.end})
+            self._pass_on(turn)
+        self._control.set(self._key("done", rank), turn.seconds)
 
     def join(self) -> None:
-        """Wait until every rank has passed."""
-        keys = [self._done(rank) for rank in self._ranks]
-        what = f"turns of ranks {', '.join(map(str, self._ranks))}"
+        """Wait until every rank of every node has ended its turn."""
+        ranks = [rank for ranks in self._nodes for rank in ranks]
+        keys = [self._key("done", rank) for rank in ranks]
+        what = f"turns of ranks {', '.join(map(str, ranks))}"
         self._lifecycle.wait_until(partial(self._control.has, *keys), what, self.limit, 0.02)
 
-    def _done(self, rank: int) -> str:
-        return f"turns/{self._name}/{rank}"
+    def _pass_on(self, turn: Turn) -> None:
+        if not turn.end:
+            turn.end = time.time()
+            self._control.set(self._key("passed", turn.rank), turn.seconds)
+
+    def _key(self, what: str, rank: int) -> str:
+        return f"turns/{self._name}/{what}/{rank}"

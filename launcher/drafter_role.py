@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+import gc
 
 import torch
 import torch.distributed as dist
 
 from launcher.barrier import OrderedTurns
-from launcher.compile_gate import TurnReport, forbid_recompiles, pass_gate, write_report
+from launcher.compile_gate import pass_gate
+from launcher.compile_report import Stopwatch, TurnBook
 from launcher.drafter_step import DrafterStep
 from launcher.rank import Models, Rank, compute_dtype, describe_models, to_compute, user_input
+from launcher.recompiles import forbid_recompiles
 from launcher.runtime import device_mesh
 from launcher.training import Training
+from launcher.warm_up import warm_up
 from models.attention import choose_backend
 from models.dflash import DFlashDrafter
 from models.draft_step import DraftForward, FrozenEnds, RowBatch
@@ -27,20 +30,14 @@ def run_drafter(rank: Rank, drafter_turns: OrderedTurns, target_turns: OrderedTu
         models = describe_models(config)
         ends = user_input(lambda: _load_ends(rank, models))
         batch = gate_batch(rank, models)
-    factory = StepFactory(rank, models, ends)
-    report = pass_gate(
-        rank.role.rank,
-        drafter_turns,
-        lambda: factory.build(rank.groups.solo, 1),
-        batch,
-        config.train.accumulation,
-        lambda line: rank.journal.announce(line, every_rank=True),
-    )
+        factory = StepFactory(rank, models, ends)
+    compile_in_turn(rank, factory, batch, drafter_turns)
     with rank.lifecycle.phase("gate", drafter_turns.limit):
-        publish_report(rank, report)
         drafter_turns.join()
         if config.target.compile:
             target_turns.join()
+    if rank.leads_drafters:
+        turn_book(rank, factory).write()
     if config.dry_run:
         return f"dry run: {len(rank.topology.drafter_ranks)} drafter ranks compiled and proved the training step"
     forbid_recompiles(config.compile.on_recompile)
@@ -112,13 +109,32 @@ def gate_batch(rank: Rank, models: Models) -> RowBatch:
     return to_compute(layout.batch(0, buffer), compute_dtype(rank.config))
 
 
-def publish_report(rank: Rank, report: TurnReport) -> None:
-    """Collect all drafters' turns; the leader writes compile_report.json."""
-    rank.control.set(f"report/{rank.role.rank}", asdict(report))
-    if rank.leads_drafters:
-        keys = [f"report/{other}" for other in rank.topology.drafter_ranks]
-        limit = rank.config.compile.turn_timeout * len(keys)
-        rank.lifecycle.wait_until(lambda: rank.control.has(*keys), "the turn reports of all drafters", limit, 0.02)
-        reports = [TurnReport(**rank.control.get(key)) for key in keys]
-        extra = {"turns_order": rank.config.compile.turns, "attention": report.proof.get("backend")}
-        write_report(rank.config.runtime.run_dir / "compile_report.json", reports, extra)
+def compile_in_turn(rank: Rank, factory: StepFactory, batch: RowBatch, turns: OrderedTurns) -> None:
+    """Build a scratch step, pass the gate with it, and leave its memory to the real one."""
+    watch, device, train = Stopwatch(), rank.torch_device, rank.config.train
+    with rank.lifecycle.phase("load", rank.config.runtime.load_timeout):
+        warm_up(device, compute_dtype(rank.config), rank.groups.solo)
+        watch.lap("imports")
+        step = factory.build(rank.groups.solo, 1)
+        watch.lap("build")
+    pass_gate(
+        rank.role.rank,
+        turns,
+        step,
+        batch,
+        train.accumulation,
+        turn_book(rank, factory),
+        lambda line: rank.journal.announce(line, every_rank=True),
+        watch,
+    )
+    del step
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def turn_book(rank: Rank, factory: StepFactory) -> TurnBook:
+    """Where the drafters' turns are kept until compile_report.json is written."""
+    path = rank.config.runtime.run_dir / "compile_report.json"
+    header = {"turns_order": rank.config.compile.turns, "attention": factory.backend}
+    return TurnBook(path, rank.control, rank.topology.drafter_ranks, header)

@@ -21,6 +21,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from launcher.config import TrainConfig
+from launcher.step_memory import StateBytes
 from models.dflash import DFlashDrafter
 from models.draft_step import DraftForward, LossSums, RowBatch
 from models.master_weights import MasterWeights
@@ -142,10 +143,15 @@ class DrafterStep:
         host.copy_(values, non_blocking=True)
         return StepResult(step, lr, host, block_size, torch.cuda.current_stream().record_event())
 
-    def parameter_bytes(self) -> int:
-        """Bytes that a step adds for gathered weights and gradients, beside the activations."""
+    def state_bytes(self, accumulating: bool) -> StateBytes:
+        """Bytes that a step adds for weights and gradients, beside the activations.
+
+        Args:
+            accumulating: a step has several micro-batches.
+        """
         count = sum(param.numel() for param in self.drafter.parameters())
-        return count * self._optimizer.bytes_per_parameter(DTYPES[self.precision].itemsize)
+        held, gradients = self._optimizer.bytes_per_parameter(DTYPES[self.precision].itemsize, accumulating)
+        return StateBytes(count * held, count * gradients)
 
     def state(self) -> dict[str, Any]:
         """Master weights and moments as tensors that a distributed checkpoint can reshard."""
@@ -179,8 +185,9 @@ class WholeAdamW:
         if not last:
             self._weights.fold()
 
-    def bytes_per_parameter(self, compute_bytes: int) -> int:
-        return compute_bytes + 4  # a gradient, and a float32 sum of them where micro-batches accumulate
+    def bytes_per_parameter(self, compute_bytes: int, accumulating: bool) -> tuple[int, int]:
+        """Held during the step: float32 sums of earlier micro-batches; growing in backward: gradients."""
+        return 4 * accumulating, compute_bytes
 
     def step(self, lr: float, weight: Tensor, clip_norm: float) -> Tensor:
         """As `ShardedAdamW.step`."""
@@ -221,8 +228,9 @@ class ShardedAdamW:
     def after_micro_batch(self, last: bool) -> None:
         """FSDP2 adds micro-batches up by itself."""
 
-    def bytes_per_parameter(self, compute_bytes: int) -> int:
-        return 2 * compute_bytes + 4  # a gathered weight and its gradient, then the float32 gradient
+    def bytes_per_parameter(self, compute_bytes: int, accumulating: bool) -> tuple[int, int]:
+        """Held during the step: gathered weights, sums of earlier micro-batches; growing in backward: their sum."""
+        return compute_bytes + 4 * accumulating, 4
 
     def masters(self) -> dict[str, Tensor]:
         return self._drafter.state_dict()

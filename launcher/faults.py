@@ -13,7 +13,7 @@ import os
 import re
 import signal
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from launcher.errors import UserError
@@ -70,6 +70,14 @@ def spoil_features(features: Any, step: int) -> None:
     """Make a micro-batch's features NaN, where a `nan` fault is planned for the phase `step`."""
     if armed("nan", "step", step):
         features.fill_(float("nan"))
+
+
+def spoil_shape(batch: Any, step: int) -> Any:
+    """A row batch, or one without its last token where a `recompile` fault is planned for the phase `step`."""
+    if not armed("recompile", "step", step):
+        return batch
+    names = ("features", "ids", "loss_mask", "doc", "positions")
+    return replace(batch, **{name: getattr(batch, name)[:-1] for name in names})
 
 
 def spoil_header(header: dict[str, Any], step: int) -> dict[str, Any]:

@@ -15,13 +15,13 @@ from launcher import faults
 from launcher.acceptance import Acceptance, evaluation_steps, request_evaluation
 from launcher.checkpoint import Checkpointer
 from launcher.checkpoint_folder import find_checkpoint, read_extra
-from launcher.compile_gate import recompile_reason
 from launcher.config_changes import check_resumed_config
 from launcher.drafter_step import DrafterStep, StepResult
 from launcher.errors import ExitCode, LauncherError, StopRequested
 from launcher.journal import Progress, clock
 from launcher.meter import Meter
 from launcher.rank import Rank, compute_dtype, to_compute
+from launcher.recompiles import recompile_reason
 from launcher.schedule import Schedule, is_due, total_steps
 from launcher.sinks import MetricsWriter, NoMetrics
 from launcher.transfer import RowLayout, RowReceiver, make_transport
@@ -143,6 +143,7 @@ class Training:
             with self.meter.waiting():
                 batch = to_compute(self.receiver.take(index, timeout), self.dtype)
             faults.spoil_features(batch.features, step)
+            batch = faults.spoil_shape(batch, step)
             self._accumulate(batch, last=place == len(mine) - 1)
             self.receiver.prefetch([*mine[place + 1 :], *following])
         self.pending.append(self.step.update(step))

@@ -6,13 +6,14 @@ import os
 import sys
 import time
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from launcher.cli import Command
 from launcher.compile_cache import activate
 from launcher.environment import record_environment
+from launcher.config import for_device
 from launcher.errors import LauncherError
 from launcher.fingerprint import Fingerprint, collect
 from launcher.run_folder import ATTEMPT_VARIABLE, lock_run, make_run_dir, open_attempt
@@ -58,9 +59,10 @@ def run_rank(command: Command) -> NoReturn:
 
 def prepare(stack: ExitStack, command: Command, env: RankEnv) -> Start:
     """Everything that must be settled before torch is imported: roles, device, cache folder, environment."""
-    config, asked = command.config, command.config.topology
+    asked = command.config.topology
     split = resolve_split(env.local_world_size, asked.targets, asked.drafters, asked.target_tp)
-    device = prepare_environment(config, env)
+    device = prepare_environment(command.config, env)
+    config = for_device(command.config, device.kind)
     make_run_dir(config.runtime.run_dir)
     fingerprint = collect()
     session = os.environ.get(ATTEMPT_VARIABLE) or os.environ.get("TORCHELASTIC_RUN_ID", "run")
@@ -68,7 +70,8 @@ def prepare(stack: ExitStack, command: Command, env: RankEnv) -> Start:
     os.environ.update(cache.environment)
     if env.local_rank == 0:
         stack.callback(cache.close)
-    return Start(command, env, build_topology(split, env.nodes), device, fingerprint, tuple(cache.notices))
+    settled = replace(command, config=config)
+    return Start(settled, env, build_topology(split, env.nodes), device, fingerprint, tuple(cache.notices))
 
 
 def find_attempt(stack: ExitStack, start: Start, control: Control) -> Path:
@@ -160,8 +163,15 @@ def play_role(rank: Rank) -> str:
 
     compiling = rank.config.compile
     drafter_turns, target_turns = (
-        OrderedTurns(name, ranks, compiling.turns, compiling.turn_timeout, rank.control, rank.lifecycle)
-        for name, ranks in (("drafters", rank.topology.drafter_ranks), ("targets", rank.topology.target_ranks))
+        OrderedTurns(
+            name,
+            rank.topology.ranks_by_node(name),
+            compiling.turns,
+            compiling.turn_timeout,
+            rank.control,
+            rank.lifecycle,
+        )
+        for name in ("drafter", "target")
     )
     if rank.role.name == "target":
         run_target(rank, drafter_turns, target_turns)

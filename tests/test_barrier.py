@@ -42,7 +42,7 @@ def run_ranks(ranks: list[int], order: Order, body: Callable[[int], None], timeo
 
     def rank_main(rank: int) -> None:
         control = server.clone()
-        turns = OrderedTurns("drafters", ranks, order, timeout, control, cast(Any, StandIn(control)))
+        turns = OrderedTurns("drafters", [ranks], order, timeout, control, cast(Any, StandIn(control)))
         try:
             with turns.turn(rank) as turn:
                 body(rank)

@@ -1,0 +1,76 @@
+"""`compile_report.json`: what each turn at the gate took and proved, written even if one of them failed."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+from launcher.compile_proof import Proof
+from launcher.control import Control
+
+
+@dataclass(frozen=True)
+class TurnReport:
+    """One rank's entry; `start` and `end` in seconds since the epoch.
+
+    seconds: the serial part, during which ranks after it wait.
+    parts: seconds by name; `imports` and `build` come before the turn, `proof` after it was passed on.
+    verified: nothing is missing from the proof.
+    """
+
+    rank: int
+    role: str
+    start: float
+    end: float
+    seconds: float
+    parts: dict[str, float]
+    cache_hits: int
+    cache_misses: int
+    peak_bytes: int
+    proof: dict[str, Any]
+    verified: bool
+
+    def line(self, place: int, count: int, proof: Proof) -> str:
+        """One line for the console."""
+        cache = f"{self.cache_hits} cache hits" + (f", {self.cache_misses} misses" if self.cache_misses else "")
+        return f"compile {place + 1}/{count} rank {self.rank} {self.seconds:.1f} s ({cache})  {proof.line()}"
+
+
+class Stopwatch:
+    """Named laps, in seconds."""
+
+    def __init__(self) -> None:
+        self.laps: dict[str, float] = {}
+        self._last = perf_counter()
+
+    def lap(self, name: str) -> None:
+        now = perf_counter()
+        self.laps[name] = round(now - self._last, 3)
+        self._last = now
+
+
+class TurnBook:
+    """The turns of all ranks, kept in the control store, so that any rank can write the file."""
+
+    def __init__(self, path: Path, control: Control, ranks: Sequence[int], header: Mapping[str, Any]) -> None:
+        self._path, self._control, self._ranks, self._header = path, control, list(ranks), dict(header)
+
+    def add(self, report: TurnReport) -> None:
+        """Hand in a turn. One that is not proved ends the run, so its rank writes what is known by then."""
+        self._control.set(f"report/{report.rank}", asdict(report))
+        if not report.verified:
+            self.write()
+
+    def write(self) -> None:
+        """Write the turns handed in so far, in rank order."""
+        keys = [f"report/{rank}" for rank in self._ranks]
+        turns = [turn for key in keys if (turn := self._control.get(key)) is not None]
+        verified = len(turns) == len(keys) and all(turn["verified"] for turn in turns)
+        temporary = self._path.with_suffix(f".{os.getpid()}.tmp")
+        temporary.write_text(json.dumps({**self._header, "verified": verified, "turns": turns}, indent=2) + "\n")
+        os.replace(temporary, self._path)

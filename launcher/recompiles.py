@@ -1,0 +1,42 @@
+"""After the gate a step that compiles again is an error, or a warning, that names what changed."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+from torch._dynamo.exc import RecompileError
+from torch._dynamo.utils import counters
+
+log = logging.getLogger("launcher")
+
+# Where torch says why it compiles again, once asked to.
+REASONS = "torch._dynamo.guards.__recompiles"
+
+
+def graphs_compiled() -> int:
+    """Graphs that this process has compiled or loaded from the cache since its counters were cleared."""
+    return counters["stats"]["unique_graphs"]
+
+
+def forbid_recompiles(on_recompile: str) -> None:
+    """After the gate: a recompile raises ("error"), or warns on the console with its reason ("warn")."""
+    if on_recompile == "error":
+        torch._dynamo.config.error_on_recompile = True
+        return
+    torch._logging.set_logs(recompiles=True)
+    logging.getLogger(REASONS).addHandler(_Warner())
+
+
+def recompile_reason(error: BaseException) -> str | None:
+    """What changed, if `error` says that the compiler was about to compile again after the gate."""
+    if not isinstance(error, RecompileError):
+        return None
+    return " ".join(str(error).split())
+
+
+class _Warner(logging.Handler):
+    """Hands torch's reasons to the launcher's own log, whose warnings reach the console."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        log.warning("the training step compiles again after the gate: %s", " ".join(record.getMessage().split()))

@@ -1,0 +1,45 @@
+"""What a rank does before its turn so that the turn holds nothing but compiling.
+
+A first compile with a warm cache spends most of its time on imports; GPU libraries start with their first call. None of
+that needs a turn.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from importlib.util import find_spec
+
+import torch
+import torch.distributed as dist
+
+# Imported by torch with the first compile, and these import the rest.
+COMPILER = (
+    "torch._dynamo.repro.after_aot",
+    "torch._export.db.logging",
+    "torch._functorch._aot_autograd.autograd_cache",
+    "torch._inductor.async_compile",
+    "torch._inductor.compile_fx",
+    "torch._inductor.fx_passes.joint_graph",
+    "torch._inductor.fx_passes.post_grad",
+    "torch._inductor.kernel.flex.flex_attention",
+    "torch._inductor.runtime.triton_heuristics",
+    "torch._inductor.runtime.static_cuda_launcher",
+    "torch._inductor.runtime.static_triton_launcher",
+)
+GPU = ("triton", "triton.compiler", "triton.language", "models.loss_kernels", "models.master_kernels")
+
+
+def warm_up(device: torch.device, dtype: torch.dtype, group: dist.ProcessGroup | None) -> None:
+    """Import the compiler and start the device's libraries: context, cuBLAS, NCCL over `group`, autograd's threads."""
+    modules = COMPILER + GPU if device.type == "cuda" else COMPILER
+    for name in modules:
+        # Some exist in some versions of torch only.
+        if find_spec(name) is not None:
+            import_module(name)
+    # Imports every backend that the first compile would.
+    torch._dynamo.list_backends()
+    square = torch.ones(256, 256, device=device, dtype=dtype, requires_grad=True)
+    (square @ square).sum().backward()
+    dist.all_reduce(torch.zeros(1, device=device), group=group)
+    if device.type == "cuda":
+        torch.cuda.synchronize()
