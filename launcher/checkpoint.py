@@ -10,7 +10,6 @@ import json
 import logging
 import os
 import shutil
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -22,6 +21,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 
 from launcher import faults
+from launcher.background import BackgroundWork
 from launcher.checkpoint_folder import (
     EXTRA,
     FOLDER_MODE,
@@ -65,7 +65,7 @@ class Checkpointer:
         self._rank = dist.get_rank(group) if group is not None else 0
         self._verified: set[int] = set()
         self._failed_saves = 0
-        self._pending: _Save | None = None
+        self._pending: tuple[int, BackgroundWork] | None = None
         # Pinned memory that is used again is worth its size only where tensors come from a GPU.
         self._stager = BlockingAsyncStager(cache_staged_state_dict=torch.cuda.is_available())
 
@@ -95,12 +95,13 @@ class Checkpointer:
         document = {"step": step, "extra": extra, "values": values}
         if self.config.asynchronous and not required:
             staged = self._stager.stage(tensors)
-            self._pending = _Save(step, lambda: self._write(step, staged, document, score))
-            self._pending.start()
+            save = BackgroundWork(f"save-{step}", lambda: self._write(step, staged, document, score))
+            self._pending = (step, save)
+            save.start()
             return
-        save = _Save(step, lambda: self._write(step, tensors, document, score))
+        save = BackgroundWork(f"save-{step}", lambda: self._write(step, tensors, document, score))
         save.run()
-        self._conclude(save, required)
+        self._conclude(step, save.error, required)
 
     def poll(self) -> None:
         """Take note of a background save that has ended; called at every step.
@@ -108,9 +109,9 @@ class Checkpointer:
         Raises:
             SaveFailed: too many saves in a row have failed.
         """
-        if self._pending is not None and not self._pending.is_alive():
-            save, self._pending = self._pending, None
-            self._conclude(save, required=False)
+        if self._pending is not None and not self._pending[1].is_alive():
+            (step, save), self._pending = self._pending, None
+            self._conclude(step, save.error, required=False)
 
     def wait(self) -> None:
         """Wait for a background save; called before the end of a run.
@@ -119,8 +120,9 @@ class Checkpointer:
             DeadlineError: it takes longer than the timeout.
             SaveFailed: as `poll`.
         """
-        if (save := self._pending) is not None:
-            self._wait_until(lambda: not save.is_alive(), f"the checkpoint of step {save.step}", self._timeout)
+        if self._pending is not None:
+            step, save = self._pending
+            self._wait_until(lambda: not save.is_alive(), f"the checkpoint of step {step}", self._timeout)
             self.poll()
 
     def load(self, path: Path, state: dict[str, Any]) -> dict[str, Any]:
@@ -147,18 +149,18 @@ class Checkpointer:
             self._verified.add(step_of(path))
         return document["extra"]
 
-    def _conclude(self, save: _Save, required: bool) -> None:
+    def _conclude(self, step: int, error: BaseException | None, required: bool) -> None:
         """Count a save as done or failed, on the main thread."""
-        if save.error is None:
+        if error is None:
             self._failed_saves = 0
-            self._verified.add(save.step)
+            self._verified.add(step)
             return
-        if not isinstance(save.error, SaveFailed):
-            raise save.error
+        if not isinstance(error, SaveFailed):
+            raise error
         self._failed_saves += 1
-        log.warning("%s (%d of %d in a row)", save.error, self._failed_saves, self.config.max_failed_saves)
+        log.warning("%s (%d of %d in a row)", error, self._failed_saves, self.config.max_failed_saves)
         if required or self._failed_saves >= self.config.max_failed_saves:
-            raise save.error
+            raise error
 
     def _write(self, step: int, tensors: dict[str, Any], document: dict[str, Any], score: float | None) -> None:
         """All stages of one save, on every rank."""
@@ -228,21 +230,6 @@ class Checkpointer:
 
     def _global_rank(self, rank: int) -> int:
         return rank if self.group is None else dist.get_global_rank(self.group, rank)
-
-
-class _Save(threading.Thread):
-    """One save; `error` is what came of it."""
-
-    def __init__(self, step: int, work: Callable[[], None]) -> None:
-        super().__init__(name=f"save-{step}", daemon=True)
-        self.step, self._work = step, work
-        self.error: BaseException | None = None
-
-    def run(self) -> None:
-        try:
-            self._work()
-        except BaseException as error:  # raised again in the main thread by _conclude
-            self.error = error
 
 
 def _make_folder(temporary: Path) -> None:

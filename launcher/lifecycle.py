@@ -30,7 +30,7 @@ from launcher.outcome import (
     Failure,
     Leaving,
     failed_status,
-    failure_code,
+    failure_of,
     finished_status,
     is_secondary,
     known_failure,
@@ -40,11 +40,12 @@ from launcher.outcome import (
     stopped_status,
 )
 from launcher.peers import Member
-from launcher.processes import die_with_parent
+from launcher.processes import die_with_parent, shut_down_compile_workers
 from launcher.rank_state import Limits, Phase, RankState
 from launcher.signal_inbox import catch_signals
 from launcher.status import Status, write_status
-from launcher.watchdog import EVIDENCE_SECONDS, TICK, Watchdog
+from launcher.stop_wish import EVIDENCE_SECONDS
+from launcher.watchdog import TICK, Watchdog
 
 if TYPE_CHECKING:
     from launcher.config import RuntimeConfig
@@ -203,16 +204,7 @@ class Lifecycle:
 
     def _publish(self, error: BaseException, phase: str) -> Failure:
         name = f"{self.role.name} {self.role.index}"
-        failure = Failure(
-            self.role.rank,
-            name,
-            phase,
-            self.step,
-            int(failure_code(error)),
-            type(error).__name__,
-            str(error) or type(error).__name__,
-            str(self.log_path),
-        )
+        failure = failure_of(error, self.role.rank, name, phase, self.step, str(self.log_path))
         return publish_failure(self.control, failure, self.run_dir)
 
     def _await_root_cause(self, error: BaseException) -> None:
@@ -255,9 +247,3 @@ class Lifecycle:
 def option_of(phase: str) -> str:
     """The option that holds the deadline of a phase."""
     return PHASE_OPTIONS.get(phase, f"runtime.{phase}_timeout")
-
-
-def shut_down_compile_workers() -> None:
-    """End Inductor's worker pool, which can hold the exit of a process for minutes (pytorch issue #162199)."""
-    if "torch._inductor.async_compile" in sys.modules:
-        sys.modules["torch._inductor.async_compile"].shutdown_compile_workers()

@@ -60,6 +60,12 @@ def failure_code(error: BaseException) -> ExitCode:
     return ExitCode.RETRY if retry else ExitCode.UNCLASSIFIED
 
 
+def failure_of(error: BaseException, rank: int, role: str, phase: str, step: int, log_path: str) -> Failure:
+    """The failure that an exception of a rank's own makes."""
+    name = type(error).__name__
+    return Failure(rank, role, phase, step, int(failure_code(error)), name, str(error) or name, log_path)
+
+
 def process_code(code: ExitCode) -> int:
     """What a rank's process leaves with. torchrun kills the others when one fails, so a stopped rank, whose peers may
     still be saving, leaves with 0; `status.json` has the true code."""

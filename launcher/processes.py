@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -86,6 +87,12 @@ def missing_siblings(expected: int) -> int:
         return 0
     children = [child for child in parent.children() if child.status() != psutil.STATUS_ZOMBIE]
     return max(0, expected - len(children))
+
+
+def shut_down_compile_workers() -> None:
+    """End Inductor's worker pool, which can hold the exit of a process for minutes (pytorch issue #162199)."""
+    if "torch._inductor.async_compile" in sys.modules:
+        sys.modules["torch._inductor.async_compile"].shutdown_compile_workers()
 
 
 def die_with_parent() -> None:

@@ -9,13 +9,12 @@ from __future__ import annotations
 import faulthandler
 import os
 import select
-import signal
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
@@ -31,18 +30,16 @@ from launcher.outcome import (
     stopped_status,
 )
 from launcher.peers import Beat, Member, PeerTable, blame
-from launcher.processes import missing_siblings
 from launcher.rank_state import Limits, Phase, RankState
-from launcher.signal_inbox import SAME_WISH_SECONDS, STOP_SIGNALS, SignalInbox
+from launcher.signal_inbox import SignalInbox
 from launcher.stacks import dump_stacks, is_in_collective
+from launcher.stop_wish import StopWish
 
 if TYPE_CHECKING:
     from launcher.control import Control
 
 TICK = 0.25
 BEAT = 1.0
-# torchrun sends SIGTERM to the others when one rank fails: evidence of that has this long to show itself.
-EVIDENCE_SECONDS = 1.0
 # After a failure anywhere the main thread has this long to end by itself.
 LAST_SECONDS = 3.0
 # After its goodbye a rank has this long to tear down; Inductor's worker pool can hang there (pytorch issue #162199).
@@ -68,15 +65,12 @@ class Watchdog:
     _closing: bool = False
     _stop_since: float | None = None
     _failed_since: float | None = None
-    _first_signal: float | None = None
-    _wish: tuple[ExitCode, float] | None = None
-    _missing_at_signal: int = 0
     _store_ok: float = 0.0
     _last_beat: float = 0.0
     _sequence: int = 0
-    _main: int = field(default_factory=threading.get_ident)
 
     def start(self) -> None:
+        self._wish = StopWish(self.inbox, self._say)
         self.peers = PeerTable(self.me, self.world_size)
         self._store_ok = time.monotonic()
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
@@ -85,7 +79,7 @@ class Watchdog:
     @property
     def has_wish(self) -> bool:
         """Whether a stop signal came whose meaning is not yet decided."""
-        return self._wish is not None
+        return self._wish.pending is not None
 
     def close(self) -> None:
         """End the thread; waits for it at most a few ticks."""
@@ -120,37 +114,20 @@ class Watchdog:
     # Signals
 
     def _read_signals(self, now: float) -> None:
-        for number in self.inbox.drain():
-            if self.state.failure or self.state.left:
-                continue
-            if self._first_signal is None:
-                self._first_signal = now
-                self._on_first_signal(number, now)
-            elif now - self._first_signal > SAME_WISH_SECONDS:
-                self._say(f"second signal ({number.name}): leaving at once")
-                self._leave_stopped(", left at once after a second signal")
-
-    def _on_first_signal(self, number: int, now: float) -> None:
-        code = STOP_SIGNALS[signal.Signals(number)]
-        self._say(f"{signal.Signals(number).name} in phase {self.state.phase.name} at step {self.state.step}")
-        doubtful = number == signal.SIGTERM
-        self._wish = (code, now + EVIDENCE_SECONDS if doubtful else now)
-        local = int(os.environ.get("LOCAL_WORLD_SIZE", 0))
-        self._missing_at_signal = missing_siblings(local) if doubtful and local else 0
+        if self._wish.read(now) and not (self.state.failure or self.state.left):
+            self._leave_stopped(", left at once after a second signal")
 
     def _decide_stop(self, now: float) -> None:
-        """A SIGTERM counts as the user's wish once no sign of a failed peer has come for a moment."""
-        if self._wish is None or now < self._wish[1] or self.state.failure:
+        code = None if self.state.failure else self._wish.take(now)
+        if code is None:
             return
-        code, _ = self._wish
-        unexplained = self._missing_at_signal - self.peers.count_left_on_node(self.control)
+        unexplained = self._wish.missing - self.peers.count_left_on_node(self.control)
         if unexplained > 0:
             reason = f"{unexplained} rank(s) of this node ended before they reported -> see their logs"
             self._publish(self._own_failure(ExitCode.RETRY, "PeerLost", reason))
         else:
             self.control.claim(STOP_KEY, {"code": int(code), "rank": self.me.rank})
             self.state.stop = code
-        self._wish = None
 
     # Messages of others
 
@@ -253,7 +230,7 @@ class Watchdog:
                 self._leave_stopped(f", before it could save: runtime.grace of {self.limits.grace:.0f} s was over")
 
     def _leave_stopped(self, note: str) -> None:
-        code = self.state.stop or (self._wish[0] if self._wish else ExitCode.TERMINATED)
+        code = self.state.stop or self._wish.pending or ExitCode.TERMINATED
         report(stopped_status(code, self.state.phase.name, self.state.step, self.run_dir, note), self.run_dir)
         self._exit(code, "stopped")
 
