@@ -63,7 +63,10 @@ def trip(phase: str, step: int | None = None) -> None:
 
 def armed(kind: str, phase: str, step: int | None = None) -> bool:
     """Whether a passive fault of this kind is planned for this rank here."""
-    return bool(_TEXT) and bool(_here(phase, step, (kind,)))
+    faults = _here(phase, step, (kind,)) if _TEXT else []
+    for fault in faults:
+        _tell(fault)
+    return bool(faults)
 
 
 def spoil_features(features: Any, step: int) -> None:
@@ -109,8 +112,12 @@ def _parse(text: str) -> Fault:
     )
 
 
-def _strike(fault: Fault) -> None:
+def _tell(fault: Fault) -> None:
     print(f"injected fault: {fault}", flush=True)
+
+
+def _strike(fault: Fault) -> None:
+    _tell(fault)
     match fault.kind:
         case "raise":
             raise RuntimeError(f"injected error in phase {fault.phase}")

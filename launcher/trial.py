@@ -32,14 +32,14 @@ class Running:
     """A start that is under way."""
 
     process: subprocess.Popen[str]
-    run_dir: Path
-    output: Path
+    logs: Callable[[], list[Path]]
+    """What this start has written so far."""
 
     def wait_for(self, text: str, timeout: float) -> bool:
         """Wait until some rank's log or the console says `text`; False if the run ends or the time is over first."""
         deadline = time.monotonic() + timeout
         while self.process.poll() is None and time.monotonic() < deadline:
-            if any(text in path.read_text(errors="replace") for path in [self.output, *_logs(self.run_dir)]):
+            if any(text in path.read_text(errors="replace") for path in self.logs()):
                 return True
             time.sleep(0.05)
         return False
@@ -104,6 +104,12 @@ def run_trial(
     run_dir.parent.mkdir(parents=True, exist_ok=True)
     mark = f"{os.getpid()}-{time.monotonic_ns()}"
     output = run_dir.parent / f"console-{mark}.txt"
+    earlier = set(_attempts(run_dir))
+
+    def logs() -> list[Path]:
+        new = [path for path in _attempts(run_dir) if path not in earlier]
+        return [output, *(log for attempt in new for log in sorted(attempt.glob("*.log")))]
+
     began = time.monotonic()
     with output.open("w") as file:
         process = subprocess.Popen(
@@ -117,7 +123,7 @@ def run_trial(
         )
     try:
         if act is not None:
-            act(Running(process, run_dir, output))
+            act(Running(process, logs))
         code = process.wait(limit)
     except subprocess.TimeoutExpired:
         code = NEVER
@@ -130,7 +136,7 @@ def run_trial(
         code=code,
         seconds=seconds,
         console=output.read_text(),
-        logs="".join(path.read_text(errors="replace") for path in _logs(run_dir)),
+        logs="".join(path.read_text(errors="replace") for path in logs()[1:]),
         status=status,
         left=left,
         metrics=tuple(json.loads(line) for line in record.read_text().splitlines()) if record.exists() else (),
@@ -138,8 +144,8 @@ def run_trial(
     )
 
 
-def _logs(run_dir: Path) -> list[Path]:
-    return sorted((run_dir / "logs").glob("*.log"))
+def _attempts(run_dir: Path) -> list[Path]:
+    return sorted((run_dir / "attempts").glob("*"))
 
 
 def _end_marked(mark: str) -> tuple[str, ...]:
