@@ -83,8 +83,8 @@ class OrderedTurns:
             # The owner of a turn is held to its own deadline; the margin covers its start-up.
             passed = self._key("passed", before)
             self._lifecycle.wait_until(partial(self._control.has, passed), f"turn of rank {before}", self.limit, 0.02)
+        turn.start = time.time()
         with self._lifecycle.phase("turn", self._turn_timeout):
-            turn.start = time.time()
             yield turn
             self._pass_on(turn)
         self._control.set(self._key("done", rank), turn.seconds)

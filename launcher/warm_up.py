@@ -11,20 +11,30 @@ from importlib.util import find_spec
 
 import torch
 import torch.distributed as dist
+from torch._inductor.codegen.common import init_backend_registration
 
 # Imported by torch with the first compile, and these import the rest.
 COMPILER = (
+    "torch._dynamo.dce_extra_outputs",
     "torch._dynamo.repro.after_aot",
     "torch._export.db.logging",
     "torch._functorch._aot_autograd.autograd_cache",
+    "torch._functorch._aot_autograd.subclass_codegen",
     "torch._inductor.async_compile",
+    "torch._inductor.codegen.memory_planning",
     "torch._inductor.compile_fx",
     "torch._inductor.fx_passes.joint_graph",
     "torch._inductor.fx_passes.post_grad",
+    "torch._inductor.hooks",
     "torch._inductor.kernel.flex.flex_attention",
-    "torch._inductor.runtime.triton_heuristics",
     "torch._inductor.runtime.static_cuda_launcher",
     "torch._inductor.runtime.static_triton_launcher",
+    "torch._inductor.runtime.triton_heuristics",
+    "torch._subclasses.schema_check_mode",
+    "torch.distributed.tensor.experimental",
+    "torch.export._trace",
+    "torch.fx.experimental.validator",
+    "torch.utils.cpp_extension",
 )
 GPU = ("triton", "triton.compiler", "triton.language", "models.loss_kernels", "models.master_kernels")
 
@@ -36,8 +46,9 @@ def warm_up(device: torch.device, dtype: torch.dtype, group: dist.ProcessGroup |
         # Some exist in some versions of torch only.
         if find_spec(name) is not None:
             import_module(name)
-    # Imports every backend that the first compile would.
+    # Both import every backend, as the first compile would.
     torch._dynamo.list_backends()
+    init_backend_registration()
     square = torch.ones(256, 256, device=device, dtype=dtype, requires_grad=True)
     (square @ square).sum().backward()
     dist.all_reduce(torch.zeros(1, device=device), group=group)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, cast
 
 import pytest
@@ -13,46 +12,33 @@ import pytest
 from launcher.barrier import Order, OrderedTurns, Turn, predecessors
 from launcher.control import Control
 from launcher.errors import DeadlineError, PeerFailed
+from tests.gates import StandIn
+
+JOINED: dict[int, float] = {}
 
 
-class StandIn:
-    """The parts of Lifecycle that the barrier uses, with the failure of any rank as a shared key."""
-
-    def __init__(self, control: Control) -> None:
-        self._control = control
-
-    @contextmanager
-    def phase(self, name: str, timeout: float, defer_stop: bool = False) -> Iterator[None]:
-        yield
-
-    def wait_until(self, ready: Callable[[], bool], what: str, timeout: float, interval: float) -> None:
-        deadline = time.monotonic() + timeout
-        while not ready():
-            if (failure := self._control.claimed("failure")) is not None:
-                raise PeerFailed(failure)
-            if time.monotonic() > deadline:
-                raise DeadlineError(what)
-            time.sleep(interval)
-
-
-def run_ranks(ranks: list[int], order: Order, body: Callable[[int], None], timeout: float = 20.0) -> dict[int, Any]:
-    """Each rank passes a turn and joins; returns its Turn or its error, by rank."""
+def run_ranks(
+    nodes: list[list[int]], order: Order, body: Callable[[Turn], None], timeout: float = 20.0
+) -> dict[int, Any]:
+    """Each rank passes a turn and joins; returns its Turn or its error, by rank; `joined` is set after the join."""
+    JOINED.clear()
     server = Control("127.0.0.1", 0, "test", serve=True)
     results: dict[int, Any] = {}
 
     def rank_main(rank: int) -> None:
         control = server.clone()
-        turns = OrderedTurns("drafters", [ranks], order, timeout, control, cast(Any, StandIn(control)))
+        turns = OrderedTurns("drafters", nodes, order, timeout, control, cast(Any, StandIn(control)))
         try:
             with turns.turn(rank) as turn:
-                body(rank)
+                body(turn)
             turns.join()
+            JOINED[rank] = time.time()
             results[rank] = turn
         except Exception as error:
             control.claim("failure", f"rank {rank}: {error}")
             results[rank] = error
 
-    threads = [threading.Thread(target=rank_main, args=(rank,)) for rank in reversed(ranks)]
+    threads = [threading.Thread(target=rank_main, args=(rank,)) for rank in reversed(sum(nodes, []))]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -62,25 +48,50 @@ def run_ranks(ranks: list[int], order: Order, body: Callable[[int], None], timeo
 
 def test_turns_pass_in_rank_order_without_overlap() -> None:
     ranks = [5, 6, 7]
-    turns: dict[int, Turn] = run_ranks(ranks, "ordered", lambda rank: time.sleep(0.1))
+    turns: dict[int, Turn] = run_ranks([ranks], "ordered", lambda turn: time.sleep(0.1))
     assert all(turns[a].end <= turns[b].start for a, b in zip(ranks, ranks[1:], strict=False))
     assert all(turn.seconds >= 0.1 for turn in turns.values())
     assert [turns[rank].place for rank in ranks] == [0, 1, 2]
 
 
 def test_leader_goes_first_and_the_rest_together() -> None:
-    turns: dict[int, Turn] = run_ranks([2, 3, 4], "leader_first", lambda rank: time.sleep(0.3))
+    turns: dict[int, Turn] = run_ranks([[2, 3, 4]], "leader_first", lambda turn: time.sleep(0.3))
     assert turns[2].end <= min(turns[3].start, turns[4].start)
     assert turns[3].start < turns[4].end and turns[4].start < turns[3].end
 
 
+def test_a_turn_passed_on_early_is_waited_for_at_the_end_only() -> None:
+    ends: dict[int, float] = {}
+
+    def body(turn: Turn) -> None:
+        turn.pass_on()
+        time.sleep(0.5)
+        ends[turn.rank] = time.time()
+
+    turns: dict[int, Turn] = run_ranks([[2, 3, 4]], "ordered", body)
+    assert turns[2].end <= turns[3].start and turns[3].end <= turns[4].start
+    assert turns[4].start < ends[2], "what follows the turn holds nobody up"
+    assert all(turn.seconds < 0.3 for turn in turns.values())
+    assert min(JOINED.values()) >= max(ends.values()), "nobody leaves before all have ended"
+
+
+def test_nodes_take_turns_of_their_own_and_join_together() -> None:
+    nodes = [[1, 2], [4, 5]]
+    turns: dict[int, Turn] = run_ranks(nodes, "ordered", lambda turn: time.sleep(0.3))
+    for first, second in nodes:
+        assert turns[first].end <= turns[second].start
+        assert [turns[first].place, turns[second].place] == [0, 1] and turns[first].count == 2
+    assert turns[4].start < turns[1].end and turns[1].start < turns[4].end
+    assert min(JOINED.values()) >= max(turns[2].end, turns[5].end)
+
+
 def test_a_failed_turn_reaches_every_rank_as_its_own_error() -> None:
-    def body(rank: int) -> None:
-        if rank == 6:
+    def body(turn: Turn) -> None:
+        if turn.rank == 6:
             raise ValueError("compile broke")
 
     start = time.monotonic()
-    results = run_ranks([5, 6, 7, 8], "ordered", body)
+    results = run_ranks([[5, 6, 7, 8]], "ordered", body)
     assert time.monotonic() - start < 10
     assert isinstance(results[6], ValueError)
     for rank in (5, 7, 8):
@@ -88,7 +99,7 @@ def test_a_failed_turn_reaches_every_rank_as_its_own_error() -> None:
 
 
 def test_waiting_is_bounded_and_names_the_rank() -> None:
-    results = run_ranks([0, 1], "ordered", lambda rank: time.sleep(1.5 if rank == 0 else 0), timeout=0.1)
+    results = run_ranks([[0, 1]], "ordered", lambda turn: time.sleep(1.5 if turn.rank == 0 else 0), timeout=0.1)
     assert isinstance(results[1], DeadlineError) and "turn of rank 0" in str(results[1])
 
 

@@ -11,13 +11,16 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch._dynamo.exc import RecompileError
 
 import models.draft_step
 from launcher.compile_proof import Proof, ProofError, kernel_problems, memory_problems
+from launcher.recompiles import forbid_recompiles, graphs_compiled, recompile_reason
 from launcher.reference_check import mask_problems
 from launcher.step_memory import StateBytes, dense_score_bytes, step_bound
 from models.anchors import Anchors
 from models.dflash import DFlashConfig, DFlashDrafter
+from models.draft_step import RowBatch
 from models.masks import block_mask, dense_mask
 from tests.gates import pass_alone
 from tests.training import CONFIG, make_batch, make_step
@@ -217,3 +220,33 @@ def test_the_line_names_memory_and_kernels() -> None:
     line = Proof("flex", 5, 0, kernels, int(9.2e9), int(12e9), int(23.6e9), 5.7e-3, 1.4e-2).line()
     assert "9.2 GB of at most 12.0; dense would need 23.6 GB more a layer" in line
     assert "5 forward and 5 backward flex kernels" in line and "5.7e-03" in line
+
+
+def shorten(batch: RowBatch) -> RowBatch:
+    names = ("features", "ids", "loss_mask", "doc", "positions")
+    return replace(batch, **{name: getattr(batch, name)[:-1] for name in names})
+
+
+def test_a_recompile_is_an_error_or_a_warning_that_names_what_changed(
+    group: dist.ProcessGroup, caplog: pytest.LogCaptureFixture
+) -> None:
+    step, other = make_step(group, sharded=False), shorten(make_batch(0))
+    compile_traced(step.drafter)
+    step.accumulate(make_batch(0), last=True)
+    compiled = graphs_compiled()
+    with torch._dynamo.config.patch(error_on_recompile=False):
+        forbid_recompiles("error")
+        step.accumulate(make_batch(1, supervised=9), last=True)
+        with pytest.raises(RecompileError) as raised:
+            step.accumulate(other, last=True)
+    reason = recompile_reason(raised.value)
+    assert reason is not None and "expected 64, actual 63" in reason and "\n" not in reason
+    assert recompile_reason(ValueError("no")) is None
+    assert graphs_compiled() == compiled
+    forbid_recompiles("warn")
+    try:
+        step.accumulate(other, last=True)
+    finally:
+        torch._logging.set_logs()
+    warnings = [record.getMessage() for record in caplog.records if record.name == "launcher"]
+    assert any("compiles again after the gate" in text and "expected 64, actual 63" in text for text in warnings)
