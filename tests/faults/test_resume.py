@@ -19,8 +19,10 @@ def _flip(folder: Path) -> None:
     shard.write_bytes(content)
 
 
-def _flip_newest(run_dir: Path) -> None:
+def _flip_newest_and_cut_the_cache(run_dir: Path) -> None:
     _flip(newest(run_dir))
+    (manifest,) = (run_dir.parent / "compile").glob("*/manifest.json")
+    manifest.write_text(manifest.read_text()[:40])
 
 
 def _flip_all(run_dir: Path) -> None:
@@ -28,8 +30,8 @@ def _flip_all(run_dir: Path) -> None:
         (folder / "extra.json").write_text("{}")
 
 
-# Every start after the first finds something wrong: a flipped byte, another number of drafters, a NaN, a full disk,
-# no W&B; then another model; then nothing usable. The first has a turn that outlasts the process groups' timeout.
+# Every start after the first finds something wrong: a cut compile cache, a flipped byte, more drafters, a NaN, a full
+# disk and no W&B; then another model; then nothing usable. The first has a turn that outlasts the groups' timeout.
 HISTORY = Scenario(
     "history",
     (
@@ -37,7 +39,7 @@ HISTORY = Scenario(
         Start(
             "nan@step:5:2;diskfull@save-shard:6:1",
             ("--train.max_steps=8", "--log.wandb=x"),
-            before=_flip_newest,
+            before=_flip_newest_and_cut_the_cache,
             split=(1, 2),
         ),
         Start(flags=("--drafter.layers=2",)),
@@ -74,6 +76,7 @@ def test_a_run_goes_on_from_an_older_checkpoint_on_more_ranks_through_a_nan_and_
     second = results(scenario)[1]
     check(second, "finished", 0)
     for words in (
+        "compiling anew in a private one",
         "skipped checkpoint",
         "differs from what was written",
         "at step 4",
