@@ -109,7 +109,7 @@ def _judge(proof: Proof, failure: Exception | None) -> None:
     if failure is not None and not isinstance(failure, TorchDynamoException | FailOnRecompileLimitHit):
         raise failure
     if torch._dynamo.config.disable and proof.backend == "sdpa":
-        log.warning("the training step runs uncompiled and unproved: TORCHDYNAMO_DISABLE is set")
+        log.warning("the training step runs uncompiled and unproved: TORCH_COMPILE_DISABLE is set")
     elif proof.missing:
         raise ProofError("; ".join(proof.missing), ADVICE) from failure
 
