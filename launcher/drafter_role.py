@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from launcher.barrier import OrderedTurns
 from launcher.compile_gate import pass_gate
-from launcher.compile_report import Stopwatch, TurnBook
+from launcher.compile_report import Stopwatch, TurnBook, TurnReport
 from launcher.drafter_step import DrafterStep
 from launcher.rank import Models, Rank, compute_dtype, describe_models, to_compute, user_input
 from launcher.recompiles import forbid_recompiles
@@ -31,7 +31,7 @@ def run_drafter(rank: Rank, drafter_turns: OrderedTurns, target_turns: OrderedTu
         ends = user_input(lambda: _load_ends(rank, models))
         batch = gate_batch(rank, models)
         factory = StepFactory(rank, models, ends)
-    compile_in_turn(rank, factory, batch, drafter_turns)
+    report = compile_in_turn(rank, factory, batch, drafter_turns)
     with rank.lifecycle.phase("gate", drafter_turns.limit):
         drafter_turns.join()
         if config.target.compile:
@@ -39,7 +39,8 @@ def run_drafter(rank: Rank, drafter_turns: OrderedTurns, target_turns: OrderedTu
     if rank.leads_drafters:
         turn_book(rank, factory).write()
     if config.dry_run:
-        return f"dry run: {len(rank.topology.drafter_ranks)} drafter ranks compiled and proved the training step"
+        done = "compiled and proved" if report.verified else "ran, uncompiled and unproved,"
+        return f"dry run: {len(rank.topology.drafter_ranks)} drafter ranks {done} the training step"
     forbid_recompiles(config.compile.on_recompile)
     return Training(rank, models.layout, lambda steps: factory.build(rank.groups.drafters, steps)).run()
 
@@ -109,7 +110,7 @@ def gate_batch(rank: Rank, models: Models) -> RowBatch:
     return to_compute(layout.batch(0, buffer), compute_dtype(rank.config))
 
 
-def compile_in_turn(rank: Rank, factory: StepFactory, batch: RowBatch, turns: OrderedTurns) -> None:
+def compile_in_turn(rank: Rank, factory: StepFactory, batch: RowBatch, turns: OrderedTurns) -> TurnReport:
     """Build a scratch step, pass the gate with it, and leave its memory to the real one."""
     watch, device, train = Stopwatch(), rank.torch_device, rank.config.train
     with rank.lifecycle.phase("load", rank.config.runtime.load_timeout):
@@ -117,7 +118,7 @@ def compile_in_turn(rank: Rank, factory: StepFactory, batch: RowBatch, turns: Or
         watch.lap("imports")
         step = factory.build(rank.groups.solo, 1)
         watch.lap("build")
-    pass_gate(
+    report = pass_gate(
         rank.role.rank,
         turns,
         step,
@@ -131,6 +132,7 @@ def compile_in_turn(rank: Rank, factory: StepFactory, batch: RowBatch, turns: Or
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
+    return report
 
 
 def turn_book(rank: Rank, factory: StepFactory) -> TurnBook:

@@ -51,8 +51,9 @@ def step_bound(
 ) -> int:
     """Most bytes that a block-sparse step takes above what was allocated before it.
 
-    What is held, then the greater of all activations and all gradients (the ones go as the others come), one layer's
-    temporaries in backward (as much as it keeps, and its gradients in two precisions), and a chunk of logits.
+    What is held, then the greater of all activations and all gradients (the ones go as the others come), and the
+    greater of a chunk of logits, before backward, and one layer's temporaries in it (as much as the layer keeps, and
+    its gradients in two precisions).
 
     Args:
         config: the drafter's shape.
@@ -69,5 +70,5 @@ def step_bound(
     activations = config.num_layers * layer + once
     temporaries = layer + 2 * state.gradients // config.num_layers
     logits = min(queries * vocabulary * element_bytes, CHUNK_BYTES["cuda"]) * 3 // 2
-    total = state.held + max(activations, state.gradients) + temporaries + logits
+    total = state.held + max(activations, state.gradients) + max(temporaries, logits)
     return int(total * (1 + SLACK_SHARE)) + SLACK_BYTES
