@@ -34,8 +34,8 @@ class TargetConfig(Section):
     """Hub revision (branch, tag or commit)."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model. Off unless you trust its author."""
-    dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    """Number format of the frozen weights and of the features."""
+    dtype: Literal["auto", "bfloat16", "float32"] = "auto"
+    """Number format of the frozen weights and of the features; auto is bfloat16 on GPUs, float32 on CPU."""
     layer_ids: list[int] | None = Field(None, min_length=1)
     """0-based decoder layers whose outputs are tapped; default: evenly spread, as the paper does."""
     compile: bool = False
@@ -105,8 +105,9 @@ class TrainConfig(Section):
     """Decay of the position weights; default by block size: 7 for 16, 5 for 10, 4 for 8."""
     dpace_alpha: float = Field(0.5, ge=0, le=1)
     """Smoothing of D-PACE."""
-    precision: Literal["bf16", "float32", "float8"] = "bf16"
-    """Compute precision; master weights are float32 always. float8: GEMMs of block rows and of the head."""
+    precision: Literal["auto", "bf16", "float32", "float8"] = "auto"
+    """Compute precision; auto is bf16 on GPUs, float32 on CPU; float8: GEMMs of block rows and of the head. Master
+    weights are float32 always."""
     seed: int = 0
     """Seed of weights, row order and anchors."""
     max_bad_steps: int = Field(3, ge=0)
@@ -225,7 +226,7 @@ class Config(Section):
     def _consistent(self) -> Config:
         if self.data.row_length < 2 * self.drafter.block_size:
             raise ValueError(
-                f"data.row_length: {self.data.row_length} tokens hold fewer than two blocks of {self.drafter.block_size}"
+                f"data.row_length: {self.data.row_length} tokens are fewer than two blocks of {self.drafter.block_size}"
             )
         return self
 
@@ -263,6 +264,20 @@ def validate(values: dict[str, Any]) -> Config:
         return Config.model_validate(values)
     except ValidationError as error:
         raise ConfigError(describe_problems(error, Config)) from None
+
+
+def for_device(config: Config, kind: str) -> Config:
+    """The config with what `auto` leaves to the device (`cuda` or `cpu`) settled.
+
+    On CPU float32 is the fast one: without AVX-512 a bf16 matrix product takes ten times as long.
+    """
+    on_gpu = kind == "cuda"
+    target, train = config.target, config.train
+    if target.dtype == "auto":
+        target = target.model_copy(update={"dtype": "bfloat16" if on_gpu else "float32"})
+    if train.precision == "auto":
+        train = train.model_copy(update={"precision": "bf16" if on_gpu else "float32"})
+    return config.model_copy(update={"target": target, "train": train})
 
 
 def to_toml(config: Config) -> str:

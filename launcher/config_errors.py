@@ -45,7 +45,7 @@ def describe_problems(error: ValidationError, model: type[BaseModel]) -> list[st
     for problem in error.errors():
         key = ".".join(str(part) for part in problem["loc"])
         if problem["type"] == "extra_forbidden":
-            names = known if "." in key else sections + known
+            names = known if "." in key else sections
             lines.append(f"{key}: unknown option{did_you_mean(key, names)}")
         elif not problem["loc"]:
             lines.append(problem["msg"].removeprefix("Value error, "))

@@ -32,12 +32,12 @@ def export_checkpoint(checkpoint: Path, values: dict[str, object], out: Path) ->
     import torch
 
     from launcher.checkpoint import load_weights
-    from launcher.config import validate
+    from launcher.config import for_device, validate
     from launcher.rank import describe_models, user_input
     from models.dflash import DFlashDrafter
     from models.export import export_drafter, load_drafter
 
-    models = describe_models(validate(values))
+    models = describe_models(for_device(validate(values), "cpu"))
     drafter = DFlashDrafter(models.drafter)
     load_weights(checkpoint, drafter.state_dict())
     user_input(lambda: export_drafter(drafter.state_dict(), models.drafter, out))

@@ -141,8 +141,8 @@ def _compile_threads(env: RankEnv) -> int:
 class Groups:
     """Process groups of one rank; a group it does not belong to is None.
 
-    world: gloo, small CPU tensors only. rows: carries feature rows (NCCL, or gloo). drafters: gradients and shards.
-    votes, saves: gloo among the drafters, for agreements and for checkpoints written beside training. solo: this drafter alone, for its turn at the gate.
+    rows: carries feature rows (NCCL, or gloo). drafters: gradients and shards. votes, saves: gloo among the drafters, for
+    agreements and for checkpoints written beside training. solo: this drafter alone, for its turn at the gate.
     """
 
     rows: ProcessGroup

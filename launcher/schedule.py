@@ -15,7 +15,7 @@ from launcher.topology import Topology
 
 
 def total_steps(config: TrainConfig, rows: int, drafters: int) -> int:
-    """Optimizer steps of a run: `max_steps`, or `epochs` passes over the rows, the last step filled from the next pass."""
+    """Optimizer steps of a run: `max_steps`, or `epochs` passes over the rows; the next pass fills the last step."""
     return config.max_steps or max(1, math.ceil(config.epochs * rows / (config.accumulation * drafters)))
 
 

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, NoReturn
 
 from launcher.cli import Command
 from launcher.compile_cache import activate
-from launcher.environment import record_environment
 from launcher.config import for_device
+from launcher.environment import record_environment
 from launcher.errors import LauncherError
 from launcher.fingerprint import Fingerprint, collect
 from launcher.run_folder import ATTEMPT_VARIABLE, lock_run, make_run_dir, open_attempt

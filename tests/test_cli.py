@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from launcher.cli import ALIASES, COMMANDS, SWITCHES, parse, parse_overrides
-from launcher.config import Config, load_toml, to_toml, validate
+from launcher.config import Config, for_device, load_toml, to_toml, validate
 from launcher.config_errors import walk_fields
 from launcher.errors import ConfigError, ExitCode
 
@@ -59,7 +59,7 @@ def test_every_problem_is_reported_at_once() -> None:
         (["--preset=tinny"], "--preset: no preset tinny; did you mean tiny?"),
         (["--preset=tiny", "--max-stpes=3"], "--max-stpes: unknown option; did you mean --max-steps"),
         (["--preset=tiny", "--train.lr"], "--train.lr: a value is missing"),
-        (["--preset=tiny", "--data.row_length=40", "--drafter.block_size=32"], "data.row_length: 40 tokens hold fewer"),
+        (["--preset=tiny", "--data.row_length=40", "--drafter.block_size=32"], "data.row_length: 40 tokens are fewer"),
         (["--preset=tiny", "--target.model=./absent"], "target.model: no file or folder ./absent"),
         (["exprot"], "exprot: unknown command; did you mean export?"),
     ],
@@ -83,6 +83,14 @@ def test_written_config_reads_back_the_same(tmp_path: Path) -> None:
     file.write_text(to_toml(config))
     assert validate(load_toml(file, "test")) == config
     assert parse(["--config", str(file)]).config == config
+
+
+def test_auto_is_settled_by_the_device_and_nothing_else_is_touched() -> None:
+    config = parse(["--preset=demo", "--train.precision=float32"]).config
+    gpu, cpu = for_device(config, "cuda"), for_device(config, "cpu")
+    assert (gpu.target.dtype, gpu.train.precision) == ("bfloat16", "float32")
+    assert (cpu.target.dtype, cpu.train.precision) == ("float32", "float32")
+    assert for_device(gpu, "cpu") == gpu and gpu.data == config.data
 
 
 def test_bad_option_answers_in_a_second_without_torch() -> None:

@@ -264,9 +264,7 @@ def test_demo_model_answers_sensibly() -> None:
     assert "Paris" in tokenizer.decode(ids) and ids[-1] == tokenizer.eos_token_id
 
 
-def test_a_converted_file_is_whole_whichever_rank_converts_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_converted_file_is_whole_whichever_rank_converts_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """transformers' save_pretrained writes nothing on rank 1 of a distributed run."""
     config = AutoConfig.for_model("llama", **SMALL, tie_word_embeddings=True)
     model = AutoModelForCausalLM.from_config(config).to(torch.bfloat16)
