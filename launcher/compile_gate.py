@@ -9,11 +9,11 @@ code it compiled stays and serves the real one, and from then on a recompile is 
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from functools import partial
 
-import torch
 from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 from torch._dynamo.utils import counters
 
@@ -108,8 +108,8 @@ def _judge(proof: Proof, failure: Exception | None) -> None:
     """Raise for what is missing; compiling that the user turned off is reported, not proved."""
     if failure is not None and not isinstance(failure, TorchDynamoException | FailOnRecompileLimitHit):
         raise failure
-    if torch._dynamo.config.disable and proof.backend == "sdpa":
-        log.warning("the training step runs uncompiled and unproved: TORCH_COMPILE_DISABLE is set")
+    if os.environ.get("TORCHDYNAMO_DISABLE") == "1" and proof.backend == "sdpa":
+        log.warning("the training step runs uncompiled and unproved: TORCHDYNAMO_DISABLE is set")
     elif proof.missing:
         raise ProofError("; ".join(proof.missing), ADVICE) from failure
 

@@ -138,7 +138,7 @@ def main(args: list[str]) -> int:
     parser.add_argument("--compiled", action="store_true", help="compile in every round (slower)")
     options = parser.parse_args(args)
     folder = options.folder or Path(tempfile.mkdtemp(prefix="soak-"))
-    environment = {"OMP_NUM_THREADS": "1", "TORCH_COMPILE_DISABLE": "0" if options.compiled else "1"}
+    environment = {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "0" if options.compiled else "1"}
     chains = [
         range(first, min(first + ROUNDS_PER_RUN, options.rounds)) for first in range(0, options.rounds, ROUNDS_PER_RUN)
     ]

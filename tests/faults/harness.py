@@ -98,7 +98,7 @@ def _play_start(start: Start, run_dir: Path, cache: Path, chats: Path) -> Trial:
         ENVIRONMENT: start.fault,
         "XDG_CACHE_HOME": str(cache),
         "OMP_NUM_THREADS": "1",
-        "TORCH_COMPILE_DISABLE": "0" if start.compiled else "1",
+        "TORCHDYNAMO_DISABLE": "0" if start.compiled else "1",
     }
 
     def act(running: Running) -> None:
