@@ -12,10 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 
 from launcher import faults
+from launcher.errors import UserError
+from launcher.manifest import problems_of
 
 METADATA = ".metadata"
 SEPARATOR = "/"
@@ -64,9 +67,10 @@ def merge_values(state: dict[str, Any], values: dict[str, Any]) -> None:
             place[int(path[-1]) if isinstance(place, list) else path[-1]] = value
 
 
-def differences(wanted: dict[str, torch.Tensor], folder: Path) -> list[str]:
-    """How the tensors of a checkpoint differ from what the model wants: missing, unknown, of another shape."""
+def differences(wanted: dict[str, torch.Tensor], folder: Path, among: set[str] | None = None) -> list[str]:
+    """How the tensors of a checkpoint (those `among` some keys) differ from what the model wants."""
     entries = RecordReader(folder).read_metadata().state_dict_metadata
+    entries = {key: entry for key, entry in entries.items() if among is None or key in among}
     saved = {key: tuple(entry.size) for key, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
     shapes = {key: tuple(tensor.shape) for key, tensor in wanted.items()}
     return (
@@ -78,6 +82,23 @@ def differences(wanted: dict[str, torch.Tensor], folder: Path) -> list[str]:
             if saved[key] != shapes[key]
         ]
     )
+
+
+def load_weights(folder: Path, weights: dict[str, torch.Tensor]) -> None:
+    """Load the drafter's weights alone, whole, in place, in one process; the folder is verified first.
+
+    Raises:
+        UserError: the checkpoint is damaged, or its weights are not these.
+    """
+    if problems := problems_of(folder):
+        raise UserError(f"checkpoint {folder} cannot be used: {'; '.join(problems)}", "give another one")
+    tensors, _ = split_state({"model": weights})
+    own = {key for key in RecordReader(folder).read_metadata().state_dict_metadata if key.startswith("model/")}
+    if problems := differences(tensors, folder, own):
+        raise UserError(
+            f"checkpoint {folder} does not fit its config.toml: {'; '.join(problems[:5])}", "mend that file"
+        )
+    dcp.load(tensors, storage_reader=RecordReader(folder), no_dist=True)
 
 
 class ShardWriter(FileSystemWriter):

@@ -31,7 +31,7 @@ def export_checkpoint(checkpoint: Path, values: dict[str, object], out: Path) ->
     """Export a verified checkpoint; `values` is the run's config as read from its TOML file."""
     import torch
 
-    from launcher.checkpoint import load_weights
+    from launcher.checkpoint_io import load_weights
     from launcher.config import for_device, validate
     from launcher.rank import describe_models, user_input
     from models.dflash import DFlashDrafter
