@@ -13,7 +13,15 @@ from launcher.trial import Trial
 from tests.faults.harness import Scenario, play
 
 AT_ONCE = 3
+WHOLE_SUITE_SECONDS = 1200
 Results = Callable[[Scenario], list[Trial]]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The first test to look at a result waits for everything that is played before it."""
+    for item in items:
+        if item.path.parent == Path(__file__).parent:
+            item.add_marker(pytest.mark.timeout(WHOLE_SUITE_SECONDS))
 
 
 @pytest.fixture(scope="session")

@@ -8,18 +8,18 @@ from tests.faults.conftest import Results
 from tests.faults.harness import Scenario, Start, check
 
 
-def _one(name: str, fault: str, *flags: str, split: tuple[int, int] = (1, 1)) -> Scenario:
-    return Scenario(name, (Start(fault, flags, split=split),))
+def _one(name: str, fault: str, *flags: str) -> Scenario:
+    return Scenario(name, (Start(fault, flags),))
 
 
-# A fault whose place does not matter strikes in init, before most of the imports. A kill in a save is in test_resume.
-# Rank 0 is the target, rank 1 (and 2) a drafter. Steps count from 0.
+# A fault whose place does not matter strikes in init, before most of the imports. Turns are in test_turns.
+# A kill in a save is in test_resume.
+# Rank 0 is the target, rank 1 a drafter. Steps count from 0.
 FAILURES = [
     (_one("drafter raises", "raise@step:3:1"), 1, ("1 drafter 0 step", "injected error")),
     (_one("target raises", "raise@step:3:0"), 1, ("0 target 0 step", "injected error")),
     (_one("killed in init", "kill@init:1"), 75, ("1 drafter 0 init", "SIGKILL")),
     (_one("segfault in turn", "segv@turn:1"), 75, ("1 drafter 0 turn", "in native code")),
-    (_one("raise in turn", "raise@turn:1", split=(1, 2)), 1, ("1 drafter 0 turn", "injected error")),
     (_one("out of memory", "oom@init:1"), 75, ("1 drafter 0 init", "out of memory")),
     (_one("wrong header", "header@step:2:0"), 1, ("row_length is -1, expected 64",)),
     (_one("nan", "nan@step:*", "--train.max_bad_steps=1"), 1, ("not finite", "step 1")),
