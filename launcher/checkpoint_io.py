@@ -7,6 +7,7 @@ DCP pickles whatever is not a tensor, and unpickles it without restraint. Here o
 from __future__ import annotations
 
 import pickle
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -98,7 +99,9 @@ def load_weights(folder: Path, weights: dict[str, torch.Tensor]) -> None:
         raise UserError(
             f"checkpoint {folder} does not fit its config.toml: {'; '.join(problems[:5])}", "mend that file"
         )
-    dcp.load(tensors, storage_reader=RecordReader(folder), no_dist=True)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process is what is meant
+        dcp.load(tensors, storage_reader=RecordReader(folder), no_dist=True)
 
 
 class ShardWriter(FileSystemWriter):
