@@ -70,16 +70,19 @@ def request_evaluation(rank: Rank, step: int, drafter_step: DrafterStep) -> Acce
     )
     if rank.lifecycle.stop_code is not None:
         return None
-    accepted = [gained for key in keys for prompt in rank.control.get(key) for gained in prompt]
-    prompts = sum(len(rank.control.get(key)) for key in keys)
-    return Acceptance(sum(accepted) / max(1, len(accepted)), len(accepted), sum(accepted), prompts)
+    prompts = [prompt for key in keys for prompt in rank.control.get(key)]
+    accepted = [gained for prompt in prompts for gained in prompt]
+    return Acceptance(sum(accepted) / max(1, len(accepted)), len(accepted), sum(accepted), len(prompts))
 
 
 def answer_evaluation(rank: Rank, step: int, models: Models, prompts: list[list[int]]) -> None:
     """Targets: decode this target's share of the prompts with the exported drafter of `step`."""
     timeout = rank.config.runtime.eval_timeout
+
+    def ended() -> bool:
+        return rank.control.has("ended") or rank.lifecycle.stop_code is not None
+
     with rank.lifecycle.phase("eval", timeout, defer_stop=True):
-        ended = lambda: rank.control.has("ended") or rank.lifecycle.stop_code is not None  # noqa: E731
         rank.lifecycle.wait_until(
             lambda: rank.control.has(f"eval/{step}") or ended(), f"the drafter's export of step {step}", timeout, 0.05
         )

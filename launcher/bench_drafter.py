@@ -136,7 +136,7 @@ def _make_step(options: BenchOptions, marks: Marks) -> DrafterStep:
 
     def make_forward(drafter: DFlashDrafter) -> DraftForward:
         forward = MarkedForward(
-            drafter, ends, anchors=options.anchors, backend=backend, precision=train.precision, seed=train.seed
+            drafter, ends, anchors=options.anchors, backend=backend, float8=train.precision == "float8", seed=train.seed
         )
         forward.marks = marks
         return forward

@@ -33,8 +33,8 @@ class Control:
     def set(self, key: str, value: Any) -> None:
         self._store.set(key, json.dumps(value))
 
-    def get(self, key: str) -> Any | None:
-        """The value, or None while nobody has set it."""
+    def get(self, key: str) -> Any:
+        """The value, None while nobody has set it."""
         return json.loads(self._store.get(key)) if self._store.check([key]) else None
 
     def has(self, *keys: str) -> bool:
@@ -50,7 +50,7 @@ class Control:
         mine = json.dumps({"claim": uuid.uuid4().hex, "value": value})
         return self._store.compare_set(key, "", mine).decode() == mine
 
-    def claimed(self, key: str) -> Any | None:
+    def claimed(self, key: str) -> Any:
         """The winner's value of a claimed key, or None."""
         claim = self.get(key)
         return None if claim is None else claim["value"]

@@ -85,7 +85,7 @@ class StepFactory:
             gamma=train.gamma,
             alpha=train.dpace_alpha,
             seed=train.seed,
-            precision=train.precision,
+            float8=train.precision == "float8",
         )
 
 

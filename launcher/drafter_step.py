@@ -30,7 +30,7 @@ DTYPES = {"bf16": torch.bfloat16, "float32": torch.float32, "float8": torch.bflo
 
 
 def learning_rate(step: int, total: int, config: TrainConfig) -> float:
-    """Learning rate of 0-based `step` of `total`: linear warm-up, then cosine, WSD (decay over the last 20 %) or flat."""
+    """Learning rate of 0-based `step`: linear warm-up, then cosine, WSD (decay over the last 20 %) or flat."""
     warmup = max(1, round(config.warmup_ratio * total))
     floor = config.min_lr_ratio
     if step < warmup:
@@ -141,7 +141,9 @@ class DrafterStep:
             return StepResult(step, lr, values, block_size, None)
         host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
         host.copy_(values, non_blocking=True)
-        return StepResult(step, lr, host, block_size, torch.cuda.current_stream().record_event())
+        copied = torch.cuda.Event()
+        copied.record()
+        return StepResult(step, lr, host, block_size, copied)
 
     def state_bytes(self, accumulating: bool) -> StateBytes:
         """Bytes that a step adds for weights and gradients, beside the activations.
@@ -204,6 +206,13 @@ class WholeAdamW:
         self._weights.load(model, state)
 
 
+class _ScaledAdamW(torch.optim.AdamW):
+    """AdamW with the two tensors that its fused kernel reads, as torch's GradScaler sets them."""
+
+    grad_scale: Tensor | None = None
+    found_inf: Tensor | None = None
+
+
 class ShardedAdamW:
     """Fused AdamW over this rank's shards as plain tensors.
 
@@ -215,7 +224,7 @@ class ShardedAdamW:
         self._drafter = drafter
         self._params: dict[str, nn.Parameter] = dict(drafter.named_parameters())
         self._local = {name: nn.Parameter(_local(param)) for name, param in self._params.items()}
-        self._adamw = torch.optim.AdamW(
+        self._adamw = _ScaledAdamW(
             list(self._local.values()), lr=config.lr, betas=config.betas, weight_decay=config.weight_decay, fused=True
         )
         self._group = _mesh_group(next(iter(self._params.values())))

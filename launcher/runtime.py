@@ -11,7 +11,7 @@ from collections.abc import MutableMapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from launcher.config import Config
 from launcher.errors import RetryableError, UserError
@@ -141,8 +141,8 @@ def _compile_threads(env: RankEnv) -> int:
 class Groups:
     """Process groups of one rank; a group it does not belong to is None.
 
-    rows: carries feature rows (NCCL, or gloo). drafters: gradients and shards. votes, saves: gloo among the drafters, for
-    agreements and for checkpoints written beside training. solo: this drafter alone, for its turn at the gate.
+    rows: carries feature rows (NCCL, or gloo). drafters: gradients and shards. votes, saves: gloo among the drafters,
+    for agreements and for checkpoints written beside training. solo: this drafter alone, for its turn at the gate.
     """
 
     rows: ProcessGroup
@@ -181,13 +181,20 @@ def join_groups(
     # NCCL refuses two ranks on one GPU; gloo then carries rows through the host.
     backend = "nccl" if device.kind == "cuda" and not device.shared else "gloo"
     ranks = list(topology.drafter_ranks)
-    rows = dist.new_group(backend=backend, timeout=limit)
-    drafters = dist.new_group(ranks, backend=backend, timeout=limit)
-    votes, saves = (dist.new_group(ranks, backend="gloo", timeout=limit) for _ in range(2))
+    rows = _new_group(backend=backend, timeout=limit)
+    drafters = _new_group(ranks, backend=backend, timeout=limit)
+    votes, saves = (_new_group(ranks, backend="gloo", timeout=limit) for _ in range(2))
     if env.rank not in ranks:
         return Groups(rows, backend)
-    solo = dist.new_group([env.rank], backend=backend, timeout=limit, use_local_synchronization=True)
+    solo = _new_group([env.rank], backend=backend, timeout=limit, use_local_synchronization=True)
     return Groups(rows, backend, drafters, votes, saves, solo)
+
+
+def _new_group(ranks: list[int] | None = None, **options: Any) -> ProcessGroup:
+    """A process group that this rank may or may not be in; torch's own stand-in where it is not."""
+    import torch.distributed as dist
+
+    return cast("ProcessGroup", dist.new_group(ranks, **options))
 
 
 def device_mesh(group: ProcessGroup, device: Device) -> DeviceMesh:

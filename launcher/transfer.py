@@ -162,6 +162,13 @@ def make_transport(backend: str, group: dist.ProcessGroup, device: torch.device,
     return NcclTransport(group, device) if backend == "nccl" else GlooTransport(group, device, timeout)
 
 
+def _now() -> torch.cuda.Event:
+    """The end of all work queued on the current stream."""
+    event = torch.cuda.Event()
+    event.record()
+    return event
+
+
 def _nothing() -> None:
     """Nothing is on its way from this buffer."""
 
@@ -206,7 +213,7 @@ class RowSender:
 
     def offer(self, index: int, rank: int, buffer: torch.Tensor, header: dict[str, Any]) -> None:
         """Put a filled buffer up for the drafter at `rank`."""
-        computed = torch.cuda.current_stream().record_event() if self._device.type == "cuda" else None
+        computed = _now() if self._device.type == "cuda" else None
         self._offers.append(_Offer(index, rank, buffer, header, computed))
         self._pump()
 
@@ -275,7 +282,7 @@ class RowReceiver:
         """Row `index`; its buffer is the caller's until the next `take`, whatever is queued on the stream included."""
         if self._in_use is not None:
             if self._device.type == "cuda":
-                self._in_use.released = torch.cuda.current_stream().record_event()
+                self._in_use.released = _now()
             self._free.append(self._in_use)
         if not self._coming:
             what = f"row {index} from rank {self._source(index)}"

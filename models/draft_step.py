@@ -7,7 +7,7 @@ one packed row.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -23,9 +23,6 @@ if TYPE_CHECKING:
 
     from models.attention import Backend
     from models.dflash import DFlashDrafter
-
-
-Precision = Literal["bf16", "float32", "float8"]
 
 
 @dataclass(frozen=True)
@@ -83,7 +80,7 @@ class DraftForward:
         gamma: float | None = None,
         alpha: float = 0.5,
         seed: int = 0,
-        precision: Precision = "bf16",
+        float8: bool = False,
     ) -> None:
         """
         Args:
@@ -95,7 +92,7 @@ class DraftForward:
             gamma: decay; default by block size.
             alpha: smoothing of D-PACE.
             seed: seed of the anchors.
-            precision: `float8` runs the GEMMs of block rows and of the head in float8.
+            float8: run the GEMMs of block rows and of the head in float8.
 
         Raises:
             ValueError: float8 cannot run at these sizes or on this GPU.
@@ -103,7 +100,7 @@ class DraftForward:
         config = drafter.config
         self.drafter, self.ends = drafter, ends
         self.head: Tensor | Head8 = ends.head
-        if precision == "float8":
+        if float8:
             _use_float8(drafter, ends, anchors)
             self.head = Head8.of(ends.head)
         self.anchors, self.backend, self.seed = anchors, backend, seed

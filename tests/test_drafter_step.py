@@ -126,6 +126,7 @@ def test_a_bad_number_on_one_rank_changes_nothing_on_any(tmp_path: Path) -> None
 def gate_then_train(rank: int, group: dist.ProcessGroup) -> dict[str, Any]:
     """Compile on a mesh of one rank, as the gate does, then train on the mesh of all with recompiles forbidden."""
     solo = dist.new_group([rank], use_local_synchronization=True)
+    assert isinstance(solo, dist.ProcessGroup)
     scratch = make_step(solo, compiled=True)
     scratch.accumulate(make_batch(0), last=False)
     scratch.accumulate(make_batch(0), last=True)

@@ -37,8 +37,9 @@ def tile_table(mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return (tiles > 0) & ~full, full
 
 
-def table_of(count: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+def table_of(count: torch.Tensor | None, index: torch.Tensor | None) -> torch.Tensor:
     """A dense tile table from FlexAttention's counts and indices."""
+    assert count is not None and index is not None
     table = torch.zeros(index.shape, dtype=torch.bool)
     for row in range(index.shape[2]):
         table[0, 0, row, index[0, 0, row, : count[0, 0, row]].long()] = True

@@ -18,7 +18,7 @@ import models.draft_step
 from launcher.config import TrainConfig
 from launcher.drafter_step import DrafterStep
 from models.dflash import DFlashConfig, DFlashDrafter, DFlashLayer
-from models.draft_step import DraftForward, FrozenEnds, Precision, RowBatch
+from models.draft_step import DraftForward, FrozenEnds, RowBatch
 from models.masks import block_mask, dense_mask
 from tests.gates import Passed, pass_alone
 
@@ -58,7 +58,7 @@ def group() -> Iterator[dist.ProcessGroup]:
     torch.cuda.empty_cache()
 
 
-def make_step(group: dist.ProcessGroup, sharded: bool, precision: Precision, compiled: bool) -> DrafterStep:
+def make_step(group: dist.ProcessGroup, sharded: bool, precision: str, compiled: bool) -> DrafterStep:
     torch.manual_seed(0)
     with torch.device("cuda"):
         drafter = DFlashDrafter(CONFIG)
@@ -69,7 +69,7 @@ def make_step(group: dist.ProcessGroup, sharded: bool, precision: Precision, com
     return DrafterStep(
         drafter,
         lambda module: DraftForward(
-            module, FrozenEnds(table, table), anchors=ANCHORS, backend="flex", precision=precision
+            module, FrozenEnds(table, table), anchors=ANCHORS, backend="flex", float8=precision == "float8"
         ),
         DeviceMesh.from_group(group, "cuda"),
         train,
@@ -96,7 +96,7 @@ def make_batch() -> RowBatch:
     ("sharded", "precision", "accumulation"), [(False, "bf16", 1), (True, "bf16", 2), (False, "float8", 1)]
 )
 def test_a_good_turn_is_proved(
-    group: dist.ProcessGroup, tmp_path: Path, sharded: bool, precision: Precision, accumulation: int
+    group: dist.ProcessGroup, tmp_path: Path, sharded: bool, precision: str, accumulation: int
 ) -> None:
     step = make_step(group, sharded, precision, compiled=True)
     passed = pass_alone(step, make_batch(), tmp_path, accumulation)
