@@ -34,7 +34,7 @@ from launcher.checkpoint_folder import (
 )
 from launcher.checkpoint_io import RecordReader, ShardWriter, differences, merge_values, split_state
 from launcher.errors import RetryableError, UserError
-from launcher.manifest import seal_files, write_durably, write_manifest
+from launcher.manifest import seal_files, set_score, write_durably, write_manifest
 
 if TYPE_CHECKING:
     from launcher.config import CheckpointConfig
@@ -74,7 +74,6 @@ class Checkpointer:
         step: int,
         state: dict[str, Any],
         extra: dict[str, Any],
-        score: float | None = None,
         required: bool = False,
     ) -> None:
         """Save a checkpoint, in the background if the config says so.
@@ -82,7 +81,6 @@ class Checkpointer:
         Args:
             state: nested dict of tensors and DTensors, e.g. model and optimizer state dicts; JSON leaves are kept too.
             extra: JSON values to get back from `load`.
-            score: of this checkpoint, higher is better; the best one is never removed.
             required: wait for the end and raise if it fails, as for the last save of a run.
 
         Raises:
@@ -95,11 +93,11 @@ class Checkpointer:
         document = {"step": step, "extra": extra, "values": values}
         if self.config.asynchronous and not required:
             staged = self._stager.stage(tensors)
-            save = BackgroundWork(f"save-{step}", lambda: self._write(step, staged, document, score))
+            save = BackgroundWork(f"save-{step}", lambda: self._write(step, staged, document))
             self._pending = (step, save)
             save.start()
             return
-        save = BackgroundWork(f"save-{step}", lambda: self._write(step, tensors, document, score))
+        save = BackgroundWork(f"save-{step}", lambda: self._write(step, tensors, document))
         save.run()
         self._conclude(step, save.error, required)
 
@@ -124,6 +122,18 @@ class Checkpointer:
             step, save = self._pending
             self._wait_until(lambda: not save.is_alive(), f"the checkpoint of step {step}", self._timeout)
             self.poll()
+
+    def rate(self, step: int, score: float) -> None:
+        """Say how good the checkpoint of a step is (higher is better), if there is one; the best is never removed.
+
+        Called by the first rank; the others need not.
+
+        Raises:
+            SaveFailed: as `poll`.
+        """
+        self.wait()
+        if step in self._verified:
+            set_score(self._folder(step), score)
 
     def load(self, path: Path, state: dict[str, Any]) -> dict[str, Any]:
         """Load a checkpoint that `find_checkpoint` verified, in place; any number of ranks may have saved it.
@@ -162,9 +172,9 @@ class Checkpointer:
         if required or self._failed_saves >= self.config.max_failed_saves:
             raise error
 
-    def _write(self, step: int, tensors: dict[str, Any], document: dict[str, Any], score: float | None) -> None:
+    def _write(self, step: int, tensors: dict[str, Any], document: dict[str, Any]) -> None:
         """All stages of one save, on every rank."""
-        final = checkpoints_of(self.run_dir) / f"step-{step}"
+        final = self._folder(step)
         temporary = final.with_name(final.name + TEMPORARY)
         try:
             self._vote("making the folder", self._leader(lambda: _make_folder(temporary)))
@@ -172,7 +182,7 @@ class Checkpointer:
             self._vote("writing", self._leader(lambda: write_durably(temporary / EXTRA, json.dumps(document))))
             sealed = self._vote("sealing", lambda: seal_files(self._own_files(temporary)))
             files = {name: entry for part in sealed for name, entry in part.items()}
-            self._vote("publishing", self._leader(lambda: self._publish(temporary, final, files, step, score)))
+            self._vote("publishing", self._leader(lambda: self._publish(temporary, final, files, step)))
         except SaveFailed:
             if self._rank == 0:
                 shutil.rmtree(temporary, ignore_errors=True)
@@ -186,9 +196,9 @@ class Checkpointer:
             causes = {rank: _describe(failure[0]) for rank, failure in error.failures.items()}
             raise self._save_failed("writing", causes) from None
 
-    def _publish(self, temporary: Path, final: Path, files: dict[str, Any], step: int, score: float | None) -> None:
+    def _publish(self, temporary: Path, final: Path, files: dict[str, Any], step: int) -> None:
         faults.trip("save-manifest", step)
-        write_manifest(temporary, files, step, score)
+        write_manifest(temporary, files, step)
         faults.trip("save-rename", step)
         publish(temporary, final)
         faults.trip("save-pointer", step)
@@ -227,6 +237,9 @@ class Checkpointer:
     def _save_failed(self, stage: str, causes: dict[int, str]) -> SaveFailed:
         named = "; ".join(f"rank {self._global_rank(rank)}: {cause}" for rank, cause in sorted(causes.items()))
         return SaveFailed(f"saving a checkpoint failed while {stage} it ({named})", f"see {self.run_dir}")
+
+    def _folder(self, step: int) -> Path:
+        return checkpoints_of(self.run_dir) / f"step-{step}"
 
     def _global_rank(self, rank: int) -> int:
         return rank if self.group is None else dist.get_global_rank(self.group, rank)

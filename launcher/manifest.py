@@ -26,11 +26,15 @@ def seal_files(paths: list[Path]) -> dict[str, dict[str, Any]]:
         return dict(zip([path.name for path in paths], pool.map(_seal, paths), strict=True))
 
 
-def write_manifest(folder: Path, files: dict[str, dict[str, Any]], step: int, score: float | None) -> None:
+def write_manifest(folder: Path, files: dict[str, dict[str, Any]], step: int) -> None:
     """Write the manifest, durable; a folder without one is not a checkpoint."""
-    body: dict[str, Any] = {"format": FORMAT, "step": step, "score": score, "files": dict(sorted(files.items()))}
-    body["sha256"] = _digest_of(body)
-    write_durably(folder / FILE_NAME, json.dumps(body, indent=1))
+    body: dict[str, Any] = {"format": FORMAT, "step": step, "score": None, "files": dict(sorted(files.items()))}
+    _write(folder, body)
+
+
+def set_score(folder: Path, score: float) -> None:
+    """Record how good a published checkpoint is."""
+    _write(folder, read_manifest(folder) | {"score": score})
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
@@ -83,6 +87,13 @@ def sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def _write(folder: Path, body: dict[str, Any]) -> None:
+    """Write a manifest whole or not at all, with the checksum of its own content."""
+    temporary = folder.with_name(f"{folder.name}.{FILE_NAME}.tmp")
+    write_durably(temporary, json.dumps(body | {"sha256": _digest_of(body)}, indent=1))
+    os.replace(temporary, folder / FILE_NAME)
 
 
 def _seal(path: Path) -> dict[str, Any]:

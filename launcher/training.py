@@ -213,5 +213,6 @@ class Training:
         if acceptance is None:
             return
         self.acceptance[done] = acceptance
+        self.checkpointer.rate(done, acceptance.length)
         self.metrics.write(done, {"eval_acceptance_length": acceptance.length, "eval_prompts": acceptance.prompts})
         self.rank.journal.announce(f"acceptance length {acceptance} after {done} steps")

@@ -11,7 +11,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-TIMEOUT = 60.0
+TIMEOUT = 150.0
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(
     [

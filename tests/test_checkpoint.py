@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from launcher.checkpoint import Checkpointer, SaveFailed
-from launcher.checkpoint_folder import checkpoints_of, find_checkpoint, newest_published, published
+from launcher.checkpoint_folder import checkpoints_of, find_checkpoint, newest_published, published, to_remove
 from launcher.checkpoint_io import RecordReader, merge_values, split_state
 from launcher.config import CheckpointConfig
 from launcher.errors import UserError
@@ -301,3 +301,25 @@ def test_split_and_merge_keep_what_is_not_a_tensor() -> None:
     assert other["groups"] == state["groups"]
     with pytest.raises(TypeError, match="groups is a set"):
         split_state({"groups": {1, 2}})
+
+
+def _keep_one(run_dir: Path, best: int) -> list[str]:
+    checkpointer = Checkpointer(run_dir, CheckpointConfig(keep=1, asynchronous=False), None, _wait, 30.0)
+    for step in (1, 2, 3, 4):
+        checkpointer.save(step, {"weight": torch.full((3,), float(step))}, {})
+        checkpointer.rate(step, 9.0 if step == best else 1.0)
+    return [path.name for path in published(run_dir)]
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_retention_keeps_the_newest_and_the_best(tmp_path: Path) -> None:
+    assert _keep_one(tmp_path, best=2) == ["step-4", "step-2"]
+    assert all(problems_of(folder) == [] for folder in published(tmp_path))
+
+
+def test_what_retention_removes() -> None:
+    scores = dict.fromkeys([1, 2, 3, 4, 5])
+    assert to_remove(scores, {1, 2, 3, 4, 5}, keep=2) == [1, 2, 3]
+    assert to_remove(scores, {2, 3}, keep=2) == [1], "what is not verified does not count as kept"
+    assert to_remove(scores, {5}, keep=2) == [], "too few good ones: nothing goes"
+    assert to_remove(scores | {1: 3.0, 2: 2.0}, {3, 4, 5}, keep=2) == [2, 3], "the best stays"
