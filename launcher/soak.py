@@ -28,7 +28,8 @@ from launcher.command_parser import CommandParser
 from launcher.faults import ENVIRONMENT
 from launcher.trial import Running, Trial, run_trial
 
-ROUND_SECONDS = 180.0
+# Generous, because several runs may share few cores; the faults' own deadlines are below.
+ROUND_SECONDS = 300.0
 # Rounds on one run folder before a fresh one is begun.
 ROUNDS_PER_RUN = 10
 STEPS = 6
@@ -62,8 +63,8 @@ FLAGS = [
     "--train.anchors=4",
     "--checkpoint.every=2",
     "--compile.turn_timeout=20",
-    "--runtime.init_timeout=60",
-    "--runtime.load_timeout=60",
+    "--runtime.init_timeout=120",
+    "--runtime.load_timeout=120",
     "--runtime.step_timeout=15",
     "--runtime.save_timeout=20",
     "--runtime.heartbeat_timeout=15",
