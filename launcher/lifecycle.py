@@ -183,8 +183,8 @@ class Lifecycle:
         phase = getattr(error, "launcher_phase", self._state.phase.name)
         if isinstance(error, StopRequested):
             return self._stopped(error.code, phase)
-        if not isinstance(error, PeerFailed):
-            self._log.write("".join(traceback.format_exception(error)))
+        peer_failed = isinstance(error, PeerFailed)
+        self._log.write(f"ended by {error}\n" if peer_failed else "".join(traceback.format_exception(error)))
         self._await_root_cause(error)
         if self._state.stop is not None and self._state.failure is None:
             return self._stopped(self._state.stop, phase, f"; while stopping: {type(error).__name__}: {error}")
