@@ -15,7 +15,7 @@ from launcher.faults import ENVIRONMENT
 from launcher.trial import STRUCK, Running, Trial, run_trial
 
 # No start may take longer, the fault's own deadline included; generous because runs share few cores.
-LIMIT = 150.0
+LIMIT = 300.0
 FLAGS = [
     "--preset=tiny",
     "--device=cpu",
