@@ -22,8 +22,8 @@ def run_target(rank: Rank, drafter_turns: OrderedTurns, target_turns: OrderedTur
     with rank.lifecycle.phase("load", runtime.load_timeout):
         models = describe_models(config)
         rows = open_rows(rank, models)
-        target = user_input(lambda: _load(rank, models))
         prompts = eval_prompts(config.data, models.tokenizer, config.eval.prompts) if config.eval.prompts else []
+        target = user_input(lambda: _load(rank, models))
     producer = RowProducer(rank, models, rows, target)
     if config.target.compile:
         with target_turns.turn(rank.role.rank) as turn:
