@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import signal
 
 from launcher.cli import COMMANDS, Command
 
@@ -18,5 +19,6 @@ MODULES = {
 def run_command(command: Command) -> int:
     """Run a command word and return its exit code."""
     assert command.name in COMMANDS
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends a command without a traceback
     module = importlib.import_module(MODULES.get(command.name, f"launcher.{command.name}"))
     return module.main(command.args)

@@ -14,14 +14,19 @@ from pathlib import Path
 sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from launcher.cli import parse  # noqa: E402
+from launcher.config import to_toml  # noqa: E402
 from launcher.errors import LauncherError  # noqa: E402
 
 
 def main(argv: list[str]) -> int:
     """Read the command line; then be one rank, the parent of all ranks, or a command."""
     is_rank = "RANK" in os.environ
+    speaks = os.environ.get("LOCAL_RANK", "0") == "0"
     try:
         command = parse(argv)
+        if command.print_config:
+            print(to_toml(command.config) if speaks else "", end="")
+            return 0
         if is_rank:
             from launcher.worker import run_rank
 
@@ -36,7 +41,7 @@ def main(argv: list[str]) -> int:
     except LauncherError as error:
         from launcher.worker import refuse
 
-        refuse(error, speaks=os.environ.get("LOCAL_RANK", "0") == "0")
+        refuse(error, speaks)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from launcher.cli import Command
 from launcher.compile_cache import private_folder
-from launcher.config import Config, to_toml
+from launcher.config import Config
 from launcher.console import Tee
 from launcher.environment import check_environment
 from launcher.errors import ExitCode
@@ -45,9 +45,6 @@ def supervise(command: Command, worker: Path = MAIN) -> int:
     Raises:
         UserError: the run cannot start as asked: its split, its GPUs, a run folder in use, a changed environment.
     """
-    if command.print_config:
-        print(to_toml(command.config), end="")
-        return ExitCode.FINISHED
     run_dir = command.config.runtime.run_dir
     ranks = choose_ranks(command.config, command.nproc, gpu_uuids())
     with lock_run(run_dir):
