@@ -52,6 +52,8 @@ if TYPE_CHECKING:
     from launcher.control import Control
     from launcher.topology import Role
 
+log = logging.getLogger("launcher")
+
 # An error that looks like the echo of another rank's end waits this long for that rank's own story.
 ECHO_SECONDS = 2.5
 PHASE_OPTIONS = {"turn": "compile.turn_timeout"}
@@ -193,9 +195,18 @@ class Lifecycle:
         self._state.leave_with(ExitCode(failure.code))
         return ExitCode(failure.code)
 
-    def leave(self, code: ExitCode) -> NoReturn:
-        """End the process within seconds, whatever hangs: the watchdog is left running to see to that."""
+    def leave(self, code: ExitCode, close: Callable[[], None] | None = None) -> NoReturn:
+        """End the process within seconds, whatever hangs: the watchdog is left running to see to that.
+
+        `close` gives back what the rank holds; after a failure it is left to the system, for it may wait for a dead
+        peer or record half of something.
+        """
         self._state.leave_with(code)
+        if close is not None and process_code(code) == ExitCode.FINISHED:
+            try:
+                close()
+            except Exception as error:  # the run has ended well, and its status says so
+                log.warning("closing: %s: %s", type(error).__name__, error)
         shut_down_compile_workers()
         logging.shutdown()
         sys.stdout.flush()

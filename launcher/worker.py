@@ -124,7 +124,7 @@ def play(stack: ExitStack, start: Start, control: Control, attempt_dir: Path) ->
         code = lifecycle.finish(play_role(rank))
     except BaseException as error:  # the one place where a rank's end, whatever it is, becomes a code and a status
         code = lifecycle.fail(error)
-    lifecycle.leave(code)
+    lifecycle.leave(code, stack.close)
 
 
 def join(
