@@ -48,6 +48,7 @@ def test_small_shared_memory_is_warned_about(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_variables_that_a_run_overrides_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)  # torch sets it in a process that has compiled
     monkeypatch.setenv("TRITON_CACHE_DIR", "/somewhere")
     monkeypatch.setenv("NCCL_DEBUG", "INFO")
     warned, noted = check_environment_variables()
