@@ -54,6 +54,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("launcher")
 
+# Seconds between two looks of a rank that has waited for a while.
+SLOW_POLL = 0.02
 # An error that looks like the echo of another rank's end waits this long for that rank's own story.
 ECHO_SECONDS = 2.5
 PHASE_OPTIONS = {"turn": "compile.turn_timeout"}
@@ -156,7 +158,9 @@ class Lifecycle:
             raise StopRequested(self._state.stop)
 
     def wait_until(self, ready: Callable[[], bool], what: str, timeout: float, interval: float = 0.002) -> None:
-        """Poll `ready` every `interval` seconds; the only way a rank waits.
+        """Poll `ready` after `interval` seconds, then ever more rarely down to SLOW_POLL; the only way a rank waits.
+
+        Eight ranks that each asked the store every 2 ms would keep a core of a small host busy.
 
         Raises:
             DeadlineError: `timeout` seconds passed; the message names `what`.
@@ -170,6 +174,7 @@ class Lifecycle:
                 if time.monotonic() > deadline:
                     raise DeadlineError(f"waited {timeout:.0f} s for {what}", f"see its log in {self.log_path.parent}")
                 time.sleep(interval)
+                interval = max(interval, min(interval * 1.25, SLOW_POLL))
         finally:
             self._state.waiting_for = outer
 
