@@ -126,13 +126,13 @@ class Checkpointer:
     def rate(self, step: int, score: float) -> None:
         """Say how good the checkpoint of a step is (higher is better), if there is one; the best is never removed.
 
-        Called by the first rank; the others need not.
+        The first rank writes it down.
 
         Raises:
             SaveFailed: as `poll`.
         """
         self.wait()
-        if step in self._verified:
+        if step in self._verified and self._rank == 0:
             set_score(self._folder(step), score)
 
     def load(self, path: Path, state: dict[str, Any]) -> dict[str, Any]:

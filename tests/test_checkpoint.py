@@ -22,7 +22,7 @@ from launcher.checkpoint_folder import checkpoints_of, find_checkpoint, newest_p
 from launcher.checkpoint_io import RecordReader, merge_values, split_state
 from launcher.config import CheckpointConfig
 from launcher.errors import UserError
-from launcher.manifest import problems_of
+from launcher.manifest import problems_of, read_manifest
 from tests.rank_pool import run_ranks
 
 
@@ -315,6 +315,20 @@ def _keep_one(run_dir: Path, best: int) -> list[str]:
 def test_retention_keeps_the_newest_and_the_best(tmp_path: Path) -> None:
     assert _keep_one(tmp_path, best=2) == ["step-4", "step-2"]
     assert all(problems_of(folder) == [] for folder in published(tmp_path))
+
+
+def _rate_together(run_dir: Path) -> list[float | None]:
+    """Every rank rates, many times, as the training loop does after an evaluation."""
+    checkpointer = Checkpointer(run_dir, CheckpointConfig(asynchronous=False), dist.group.WORLD, _wait, 60.0)
+    checkpointer.save(1, {"weight": torch.ones(3)}, {}, required=True)
+    for score in range(50):
+        checkpointer.rate(1, float(score))
+    dist.barrier()
+    return [read_manifest(folder)["score"] for folder in published(run_dir)]
+
+
+def test_all_ranks_may_rate_a_checkpoint(tmp_path: Path) -> None:
+    assert run_ranks(3, _rate_together, tmp_path) == [[49.0]] * 3
 
 
 def test_what_retention_removes() -> None:
