@@ -1,4 +1,4 @@
-"""`export`: write a checkpoint's drafter in the format that vLLM, SGLang and transformers load (DFLASH.md section 2).
+"""`export`: write a checkpoint's drafter in the format that vLLM, SGLang and transformers load.
 
 ./launch.sh export --checkpoint runs/q8/checkpoints/step-1000 --out drafters/q8
 """
