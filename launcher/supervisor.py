@@ -70,8 +70,10 @@ def run_attempt(command: Command, ranks: int, worker: Path, restarts: int) -> St
         copying = tee.follow(torchrun.process.stdout)
         patience = config.runtime.grace + TORCHRUN_SECONDS
         code = torchrun.wait(lambda: reported_end(run_dir) is not None, patience)
+        status = reported_end(run_dir)
     copying.join(timeout=2.0)
-    status = reported_end(run_dir)
+    if code is not None:  # else the ranks were killed, and what they saw of that in each other is not the cause
+        status = status or reported_end(run_dir)
     if status is None:
         status = fallback_status(code, torchrun.asked, log, run_dir)
         write_status(run_dir, status)

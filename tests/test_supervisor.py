@@ -267,7 +267,7 @@ def test_under_torchrun_a_killed_rank_is_named(run: Callable[..., Run]) -> None:
 
 def test_under_torchrun_a_refusal_keeps_its_code_and_its_words(run: Callable[..., Run]) -> None:
     words = "rank or print('topology: no -> yes', *sys.argv[1:], file=sys.stderr)"
-    started = run(f"{words}\nsys.exit(78)", under="torchrun")
+    started = run(f"{words}\ntime.sleep(5 * rank)\nsys.exit(78)", under="torchrun")
     code, out, _ = started.end(timeout=60)
     assert code == 78
     assert "topology: no -> yes --nproc 2 --flag=x" in out
