@@ -163,8 +163,6 @@ class RuntimeConfig(Section):
     """Seconds one evaluation may take."""
     heartbeat_timeout: float = Field(60.0, gt=0)
     """Seconds a rank may be silent (stopped, GIL held) before the others give it up."""
-    heartbeat_timeout: float = Field(30.0, gt=0)
-    """Seconds of silence after which a rank counts as hung."""
     grace: float = Field(30.0, gt=0)
     """Seconds from SIGTERM to the end, a last checkpoint included."""
     memory_interval: float = Field(1.0, gt=0)
