@@ -63,6 +63,7 @@ class Running:
 class Trial:
     """How a start ended, all of it as it was at that moment."""
 
+    run_dir: Path
     code: int
     """The launcher's exit code, NEVER if it had to be killed."""
     seconds: float
@@ -133,6 +134,7 @@ def run_trial(
     record, status = run_dir / "metrics.jsonl", read_status(run_dir) or Status(state="running")
     checkpoint = status.last_checkpoint
     return Trial(
+        run_dir=run_dir,
         code=code,
         seconds=seconds,
         console=output.read_text(),

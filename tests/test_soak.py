@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from launcher.faults import parse_faults
 from launcher.soak import CODES, SAVE_STAGES, STEPS, draw_round, summary
 from launcher.status import Status
@@ -31,6 +33,7 @@ def test_every_round_plans_one_fault_that_can_strike() -> None:
 def _trial(**changes: object) -> Trial:
     values: dict[str, object] = {
         "code": 75,
+        "run_dir": Path(),
         "seconds": 3.0,
         "console": "",
         "logs": "injected fault: kill",
