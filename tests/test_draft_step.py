@@ -6,33 +6,14 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from models.dflash import DFlashConfig, DFlashDrafter
+from models.dflash import DFlashDrafter
 from models.draft_step import DraftForward, FrozenEnds, RowBatch
 from models.loss import position_weights
+from tests.training import BLOCK_SIZE, CONFIG, HIDDEN, VOCABULARY
 
 torch.set_num_threads(1)
-BLOCK_SIZE, MASK, VOCABULARY, HIDDEN = 4, 60, 61, 32
+MASK = CONFIG.mask_token_id
 LENGTHS, PADDING = (13, 9, 20), 5
-
-
-def tiny_config() -> DFlashConfig:
-    return DFlashConfig(
-        hidden_size=HIDDEN,
-        intermediate_size=48,
-        num_layers=2,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=8,
-        rms_norm_eps=1e-6,
-        rope_theta=10000.0,
-        rope_parameters=None,
-        vocab_size=VOCABULARY,
-        max_position_embeddings=128,
-        block_size=BLOCK_SIZE,
-        mask_token_id=MASK,
-        target_layer_ids=(0, 2),
-        num_target_layers=4,
-    )
 
 
 def packed_row(index: int = 0) -> RowBatch:
@@ -53,7 +34,7 @@ def packed_row(index: int = 0) -> RowBatch:
 @pytest.fixture
 def forward() -> DraftForward:
     torch.manual_seed(0)
-    drafter = DFlashDrafter(tiny_config())
+    drafter = DFlashDrafter(CONFIG)
     ends = FrozenEnds(torch.randn(VOCABULARY, HIDDEN), torch.randn(VOCABULARY, HIDDEN))
     return DraftForward(drafter, ends, anchors=12, backend="sdpa", gamma=2.0, seed=5)
 
