@@ -82,7 +82,10 @@ class TrainConfig(Section):
     epochs: float = Field(6.0, gt=0)
     """Passes over the rows when `max_steps` is not given."""
     accumulation: int = Field(1, ge=1)
-    """Micro-batches (packed rows) per drafter and optimizer step."""
+    """Packed rows per drafter and optimizer step."""
+    draws_per_row: int = Field(1, ge=1)
+    """Micro-batches that a fetched row serves, each with its own anchors; more than 1 where targets are the slower
+    side."""
     anchors: int = Field(512, ge=1)
     """Blocks per packed row."""
     lr: float = Field(6e-4, gt=0)

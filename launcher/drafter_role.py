@@ -123,7 +123,7 @@ def compile_in_turn(rank: Rank, factory: StepFactory, batch: RowBatch, turns: Or
         turns,
         step,
         batch,
-        train.accumulation,
+        train.accumulation * train.draws_per_row,
         turn_book(rank, factory),
         lambda line: rank.journal.announce(line, every_rank=True),
         watch,

@@ -89,7 +89,8 @@ class Progress:
             f"step {step:>{len(str(self._last))}}/{self._last}  loss {metrics['loss']:.3f}"
             f"  acceptance {metrics['acceptance_length']:.2f}  lr {metrics['lr']:.2e}"
             f"  {metrics['tokens_per_s']:,.0f} tok/s  {metrics['rows_per_s']:.2f} rows/s"
-            f"  wait {metrics['data_wait']:.0%}{f'  {memory:.1f} GB' if memory else ''}  ETA {clock(left)}"
+            f"  wait {metrics['data_wait']:.0%} (targets {metrics['target_wait']:.0%})"
+            f"{f'  {memory:.1f} GB' if memory else ''}  ETA {clock(left)}"
         )
 
 

@@ -16,10 +16,10 @@ from launcher.errors import UserError
 from launcher.journal import Journal
 from launcher.lifecycle import Lifecycle
 from launcher.memory import MemoryWatcher
+from launcher.row_layout import RowLayout
 from launcher.runtime import Device, Groups, RankEnv
 from launcher.schedule import Schedule
 from launcher.topology import Role, Topology
-from launcher.transfer import RowLayout
 from models.dflash import DFlashConfig, default_layer_ids
 from models.draft_step import RowBatch
 from models.target import load_config

@@ -11,7 +11,8 @@ from launcher.barrier import OrderedTurns
 from launcher.data import PackedRows, eval_prompts, prepare_rows, row_order
 from launcher.rank import Models, Rank, agree_schedule, describe_models, user_input
 from launcher.schedule import Schedule
-from launcher.transfer import RowSender, make_transport
+from launcher.transfer import RowSender
+from launcher.transports import make_transport
 from models.target import TappedTarget, load_tapped_target
 from models.target_files import user_cache
 

@@ -6,25 +6,27 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
-from pathlib import Path
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
 
 from launcher import faults
 from launcher.acceptance import Acceptance, evaluation_steps, request_evaluation
+from launcher.balance import Balance
 from launcher.checkpoint import Checkpointer
-from launcher.checkpoint_folder import find_checkpoint, read_extra
-from launcher.config_changes import check_resumed_config
 from launcher.drafter_step import DrafterStep, StepResult
 from launcher.errors import ExitCode, LauncherError, StopRequested
 from launcher.journal import Progress, clock
-from launcher.meter import Meter
+from launcher.meter import Meter, over_drafters
 from launcher.rank import Rank, compute_dtype, to_compute
 from launcher.recompiles import recompile_reason
-from launcher.schedule import Schedule, is_due, total_steps
+from launcher.resume import count_steps, resume
+from launcher.row_layout import RowLayout
+from launcher.schedule import is_due
 from launcher.sinks import MetricsWriter, NoMetrics
-from launcher.transfer import RowLayout, RowReceiver, make_transport
+from launcher.transfer import RowReceiver
+from launcher.transports import make_transport
 from models.draft_step import RowBatch
 
 log = logging.getLogger("launcher")
@@ -37,7 +39,7 @@ class Training:
         self.rank, self.config = rank, rank.config
         runtime = rank.config.runtime
         with rank.lifecycle.phase("load", runtime.load_timeout):
-            steps = self._count_steps()
+            steps = count_steps(rank)
             self.step = build(steps)
             self.checkpointer = Checkpointer(
                 runtime.run_dir,
@@ -46,7 +48,7 @@ class Training:
                 rank.lifecycle.wait_until,
                 runtime.save_timeout,
             )
-            self.schedule = self._resume(steps)
+            self.schedule = resume(rank, self.step, self.checkpointer, steps)
         self.dtype = compute_dtype(rank.config)
         transport = make_transport(rank.groups.rows_backend, rank.groups.rows, rank.torch_device, runtime.step_timeout)
         self.receiver = RowReceiver(
@@ -56,6 +58,7 @@ class Training:
         self.progress = Progress(self.schedule.start_step, steps)
         self.pending: deque[StepResult] = deque()
         self.meter = Meter(rank.config.data.row_length, self.schedule.per_step, rank.torch_device)
+        self.balance = Balance(rank.topology.split)
         self.bad_steps, self.started = 0, time.monotonic()
         self.acceptance: dict[int, Acceptance] = {}
 
@@ -93,6 +96,8 @@ class Training:
                 f"{self.acceptance[step].length:.2f} (step {step})" for step in dict.fromkeys([first, last])
             )
             lines.append(f"acceptance length on held-out prompts: {change}")
+        if (verdict := self.balance.verdict()) is not None:
+            self.rank.journal.announce(verdict)
         return "; ".join(lines)
 
     def _open_metrics(self) -> MetricsWriter | NoMetrics:
@@ -101,40 +106,8 @@ class Training:
             return NoMetrics()
         return MetricsWriter(rank.config, rank.attempt_dir, self.schedule.start_step)
 
-    def _count_steps(self) -> int:
-        rows = self.rank.wait_for("rows/0", "the targets to pack the rows", self.config.runtime.load_timeout)
-        return total_steps(self.config.train, rows, self.rank.topology.drafter_count)
-
-    def _resume(self, steps: int) -> Schedule:
-        """Load the newest usable checkpoint, if any; the leader tells all ranks where the run starts."""
-        rank, start, position = self.rank, 0, 0
-        path = self._find_checkpoint()
-        if path is not None:
-            state = self.step.state()
-            extra = self.checkpointer.load(path, state)
-            self.step.load_state(state)
-            start, position = extra["step"], extra["micro_batches"]
-            rank.lifecycle.step = start
-            rank.journal.announce(f"resumed from {path} at step {start}")
-        schedule = {"last_step": max(steps, start), "start_step": start, "start_micro_batch": position}
-        if rank.leads_drafters:
-            rank.control.set("schedule", schedule)
-        return Schedule(rank.topology, self.config.train.accumulation, **schedule)
-
-    def _find_checkpoint(self) -> Path | None:
-        """The checkpoint to resume from; one rank chooses, because choosing also tidies the folder."""
-        rank, runtime = self.rank, self.config.runtime
-        if rank.leads_drafters:
-            found = find_checkpoint(runtime.run_dir, runtime.resume)
-            changes = check_resumed_config(read_extra(found.path)["config"], self.config) if found.path else []
-            for notice in [*found.notices, *(f"changed since the checkpoint: {change}" for change in changes)]:
-                rank.journal.announce(notice)
-            rank.control.set("resume", {"path": None if found.path is None else str(found.path)})
-        chosen = rank.wait_for("resume", "the first drafter to choose a checkpoint", runtime.load_timeout)["path"]
-        return None if chosen is None else Path(chosen)
-
     def _train(self, step: int) -> None:
-        timeout = self.config.runtime.step_timeout
+        timeout, draws = self.config.runtime.step_timeout, self.config.train.draws_per_row
         mine = self.schedule.of_drafter(step, self.rank.role.index)
         following = (
             self.schedule.of_drafter(step + 1, self.rank.role.index) if step + 1 < self.schedule.last_step else []
@@ -144,10 +117,13 @@ class Training:
                 batch = to_compute(self.receiver.take(index, timeout), self.dtype)
             faults.spoil_features(batch.features, step)
             batch = faults.spoil_shape(batch, step)
-            self._accumulate(batch, last=place == len(mine) - 1)
+            for draw in range(draws):
+                # Anchors depend on the micro-batch: each draw of a row is one.
+                micro_batch = replace(batch, index=index * draws + draw)
+                self._accumulate(micro_batch, last=place == len(mine) - 1 and draw == draws - 1)
             self.receiver.prefetch([*mine[place + 1 :], *following])
         self.pending.append(self.step.update(step))
-        self.meter.end_step()
+        self.meter.end_step(self.receiver.paces())
         self._settle(1)
 
     def _accumulate(self, batch: RowBatch, last: bool) -> None:
@@ -166,7 +142,9 @@ class Training:
         """Read the results of all but the last `leave` steps: a step's numbers are read while the next one runs."""
         while len(self.pending) > leave:
             result = self.pending.popleft()
-            metrics = result.read() | self.meter.lap()
+            lap = over_drafters(self.meter.lap(), self.rank.groups.votes)
+            self.balance.add(lap)
+            metrics = result.read() | lap
             self._judge(result.step, bool(metrics.pop("finite")))
             done = result.step + 1
             self.metrics.write(done, metrics)

@@ -23,6 +23,7 @@ METRICS = {
     "tokens_per_s": 12345.6,
     "rows_per_s": 4,
     "data_wait": 0.02,
+    "target_wait": 0.6,
 }
 A_RANK = """
 import logging, os, subprocess, sys, warnings

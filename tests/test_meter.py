@@ -7,7 +7,10 @@ import time
 import pytest
 import torch
 
-from launcher.meter import Meter
+from launcher.meter import Meter, RowPace, over_drafters
+from tests.rank_pool import run_ranks
+
+ROWS = [RowPace(busy=0.3, idle=0.1, ready=2), RowPace(busy=0.5, idle=0.1, ready=0)]
 
 
 def test_a_step_is_timed_from_the_last_end_to_its_own() -> None:
@@ -16,7 +19,7 @@ def test_a_step_is_timed_from_the_last_end_to_its_own() -> None:
         with meter.waiting():
             time.sleep(seconds / 2)
         time.sleep(seconds / 2)
-        meter.end_step()
+        meter.end_step(ROWS)
     time.sleep(0.1)  # read late
     laps = [meter.lap(), meter.lap()]
     assert [lap["step_seconds"] for lap in laps] == pytest.approx([0.05, 0.15], abs=0.04)
@@ -28,5 +31,30 @@ def test_skipped_time_belongs_to_no_step() -> None:
     meter = Meter(row_length=1, rows_per_step=1, device=torch.device("cpu"))
     time.sleep(0.3)
     meter.skip()
-    meter.end_step()
+    meter.end_step(ROWS)
     assert meter.lap()["step_seconds"] < 0.2
+
+
+def test_a_lap_tells_what_both_sides_did() -> None:
+    meter = Meter(row_length=1, rows_per_step=2, device=torch.device("cpu"))
+    with meter.waiting():
+        time.sleep(0.05)
+    time.sleep(0.1)
+    meter.end_step(ROWS)
+    lap = meter.lap()
+    assert lap["target_wait"] == pytest.approx(0.2) and lap["target_row_seconds"] == pytest.approx(0.4)
+    assert lap["rows_ready"] == 1.0
+    assert lap["drafter_row_seconds"] == pytest.approx(lap["step_seconds"] * (1 - lap["data_wait"]) / 2, rel=0.01)
+    assert 0.04 < lap["drafter_row_seconds"] < 0.09
+
+
+def gather(laps: list[dict[str, float]]) -> dict[str, float]:
+    return over_drafters(laps[torch.distributed.get_rank()], None)
+
+
+def test_all_drafters_see_the_one_that_waits() -> None:
+    same = {"target_wait": 0.2, "target_row_seconds": 1.0, "drafter_row_seconds": 2.0}
+    laps = [same | {"data_wait": 0.0, "rows_ready": 2.0, "loss": 1.0}, same | {"data_wait": 0.4, "rows_ready": 0.0}]
+    first, second = run_ranks(2, gather, laps)
+    assert first == {**same, "data_wait": 0.4, "rows_ready": 1.0, "loss": 1.0}
+    assert second == {**same, "data_wait": 0.4, "rows_ready": 1.0}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -9,13 +10,18 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
 
 from launcher.control import Control
-from launcher.transfer import GlooTransport, HeaderMismatch, RowLayout, RowReceiver, RowSender
+from launcher.row_layout import HeaderMismatch, RowLayout, checksum_of
+from launcher.transfer import RowReceiver, RowSender
+from launcher.transports import GlooTransport
+from tests.rank_pool import run_ranks
 
 LAYOUT = RowLayout(row_length=48, width=10, dtype=torch.bfloat16)
-ROWS = 12
+ROWS, SLOTS = 12, 2
 
 
 @dataclass
@@ -23,8 +29,6 @@ class StandIn:
     """Lifecycle's wait, for a test that must not hang."""
 
     def wait_until(self, ready: Any, what: str, timeout: float, interval: float = 0.002) -> None:
-        import time
-
         deadline = time.monotonic() + timeout
         while not ready():
             assert time.monotonic() < deadline, f"waited for {what}"
@@ -40,44 +44,95 @@ def row(index: int) -> dict[str, torch.Tensor]:
     }
 
 
-def run_pair(rank: int, port: int) -> None:
+@dataclass(frozen=True)
+class Pace:
+    """Seconds that the sides take for a row, and a row whose ids are spoiled after its header was made."""
+
+    target: float = 0.0
+    drafter: float = 0.0
+    spoiled: int | None = None
+
+    @property
+    def rows(self) -> int:
+        return ROWS if self.spoiled is None else self.spoiled + 1
+
+
+def run_pair(port: int, pace: Pace) -> None:
     control = Control("127.0.0.1", port, "test", timeout=20)
-    dist.init_process_group("gloo", store=control.group_store("pg"), rank=rank, world_size=2)
     assert dist.group.WORLD is not None
     device, life = torch.device("cpu"), cast(Any, StandIn())
     transport = GlooTransport(dist.group.WORLD, device, 20)
-    if rank == 0:
-        sender = RowSender(LAYOUT, 2, device, transport, control, life)
-        for index in range(ROWS):
+    if dist.get_rank() == 0:
+        sender = RowSender(LAYOUT, SLOTS, device, transport, control, life)
+        for index in range(pace.rows):
             buffer = sender.slot(lambda: False, 20)
             assert buffer is not None
+            time.sleep(pace.target)
             LAYOUT.features(buffer).copy_(row(index)["features"])
             LAYOUT.ints(buffer).copy_(row(index)["ints"])
             LAYOUT.loss_mask(buffer).copy_(row(index)["loss_mask"])
+            if index == pace.spoiled:
+                LAYOUT.ints(buffer)[0, 7] += 1
+            control.set(f"made/{index}", time.time())
             sender.offer(index, 1, buffer, LAYOUT.header(index, row(index)["ints"][0].numpy()))
         for _ in range(2):  # as before an evaluation and at the end
             sender.drain(lambda: False, 20)
     else:
-        receiver = RowReceiver(LAYOUT, lambda index: 0, device, transport, control, life)
-        for index in range(ROWS):
-            batch = receiver.take(index, 20)
-            receiver.prefetch(range(index + 1, min(index + 3, ROWS)))
-            wanted = row(index)
-            assert batch.index == index and batch.ids.dtype == torch.int64
-            assert torch.equal(batch.features, wanted["features"])
-            assert torch.equal(torch.stack([batch.ids, batch.doc, batch.positions]), wanted["ints"].long())
-            assert torch.equal(batch.loss_mask, wanted["loss_mask"].bool())
+        receive_all(RowReceiver(LAYOUT, lambda index: 0, device, transport, control, life), control, pace)
     dist.barrier()
-    dist.destroy_process_group()
 
 
-def test_rows_arrive_whole_and_in_order() -> None:
+def receive_all(receiver: RowReceiver, control: Control, pace: Pace) -> None:
+    for index in range(pace.rows):
+        if index == pace.spoiled:
+            with pytest.raises(
+                HeaderMismatch, match=rf"row {index} from rank 0: checksum of ids is -?\d+, expected -?"
+            ):
+                receiver.take(index, 20)
+            return
+        batch = receiver.take(index, 20)
+        control.set(f"taken/{index}", time.time())
+        receiver.prefetch(range(index + 1, min(index + 3, ROWS)))
+        time.sleep(pace.drafter)
+        wanted = row(index)
+        assert batch.index == index and batch.ids.dtype == torch.int64
+        assert torch.equal(batch.features, wanted["features"])
+        assert torch.equal(torch.stack([batch.ids, batch.doc, batch.positions]), wanted["ints"].long())
+        assert torch.equal(batch.loss_mask, wanted["loss_mask"].bool())
+    control.set("paces", [vars(pace) for pace in receiver.paces()])
+    assert receiver.paces() == []
+
+
+def play(pace: Pace) -> Control:
+    """Run both sides to their end; returns the control plane with what they noted."""
     server = Control("127.0.0.1", 0, "test", serve=True)
-    context = mp.spawn(run_pair, (server.server.port,), nprocs=2, join=False)
-    assert context is not None
-    while not context.join(timeout=60):
-        pass
-    assert not server.has("ready/0") and not server.has("go/0"), "the keys of a row go with it"
+    assert run_ranks(2, run_pair, server.server.port, pace) == [None, None]
+    return server
+
+
+def mean_of(paces: list[dict[str, float]], name: str) -> float:
+    """Over the rows of the steady state."""
+    return sum(pace[name] for pace in paces[4:]) / len(paces[4:])
+
+
+def test_a_slow_drafter_holds_the_target_up_in_bounded_memory() -> None:
+    noted = play(Pace(drafter=0.1))
+    assert not noted.has("ready/0") and not noted.has("go/0"), "the keys of a row go with it"
+    for index in range(ROWS):
+        taken_before = [other for other in range(ROWS) if noted.get(f"taken/{other}") < noted.get(f"made/{index}")]
+        # The rows of the sender's buffers, the two that the drafter asked for, and the one it works on.
+        assert index - len(taken_before) < SLOTS + 3, f"row {index} was made with {taken_before} taken"
+    paces = noted.get("paces")
+    assert mean_of(paces, "idle") > 0.05 > mean_of(paces, "busy") and mean_of(paces, "ready") > 1
+
+
+def test_a_slow_target_starves_the_drafter_and_shows_it() -> None:
+    paces = play(Pace(target=0.1)).get("paces")
+    assert mean_of(paces, "busy") > 0.09 > 0.05 > mean_of(paces, "idle") and mean_of(paces, "ready") < 1
+
+
+def test_spoiled_ids_are_seen_before_the_row_is_used() -> None:
+    play(Pace(spoiled=0))
 
 
 @pytest.mark.parametrize(
@@ -93,6 +148,26 @@ def test_a_header_that_differs_names_both_values(change: dict[str, Any], line: s
     LAYOUT.check(header, 3, 2)
     with pytest.raises(HeaderMismatch, match=line):
         LAYOUT.check(header | change, 3, 2)
+
+
+@given(
+    ids=arrays(np.int32, 48, elements=st.integers(0, 200_000)),
+    place=st.integers(0, 47),
+    other=st.integers(0, 47),
+    change=st.integers(1, 1000),
+)
+def test_the_checksum_is_the_same_on_both_sides_and_sees_changes_and_swaps(
+    ids: Any, place: int, other: int, change: int
+) -> None:
+    buffer = LAYOUT.buffer(torch.device("cpu"))
+    LAYOUT.ints(buffer)[0].copy_(torch.as_tensor(ids))
+    whole = checksum_of(ids)
+    assert int(LAYOUT.checksum(buffer)) == whole == LAYOUT.header(0, ids)["ids"]
+    changed, swapped = ids.copy(), ids.copy()
+    changed[place] += change
+    swapped[[place, other]] = ids[[other, place]]
+    assert checksum_of(changed) != whole
+    assert (checksum_of(swapped) == whole) == bool(ids[place] == ids[other] or place == other)
 
 
 def test_stopping_gives_no_buffer() -> None:
