@@ -58,8 +58,8 @@ def dense_mask(anchors: Anchors, doc_S: Tensor, block_size: int, row_length: int
     return torch.cat((context_NS.repeat_interleave(block_size, dim=0), block_Q[:, None] == block_Q[None, :]), dim=1)
 
 
-class TileTables(NamedTuple):
-    """The tensors of a BlockMask. Leading dimension 2: partial tiles, full tiles. All int32."""
+class Tiles(NamedTuple):
+    """Which tiles a BlockMask visits. Leading dimension 2: partial tiles, full tiles. All int32."""
 
     kv_count: Tensor
     """[2, Q_tiles], tiles to visit for each row of tiles."""
@@ -69,6 +69,12 @@ class TileTables(NamedTuple):
     """[2, KV_tiles], the same by column."""
     q_index: Tensor
     """[2, KV_tiles, Q_tiles]"""
+
+
+class TileTables(NamedTuple):
+    """The tensors of the block mask. All int32."""
+
+    tiles: Tiles
     low_Q: Tensor
     """[Q_tiles * TILE], first context key that each query sees."""
     high_Q: Tensor
@@ -110,11 +116,35 @@ def _ordered(tiles: Tensor) -> tuple[Tensor, Tensor]:
     return count[..., 0].int(), index.int()
 
 
+def order_tiles(partial: Tensor, full: Tensor) -> Tiles:
+    """The lists of tiles, by row and by column, from bool [Q_tiles, KV_tiles] each."""
+    both = torch.stack((partial, full))
+    return Tiles(*_ordered(both), *_ordered(both.mT))
+
+
+def sparse_mask(tiles: Tiles, lengths: tuple[int, int], mask_mod: Callable[..., Tensor]) -> BlockMask:
+    """The BlockMask over `lengths` queries and keys that visits `tiles`; `mask_mod` decides in the partial ones."""
+    kv_count, kv_index, q_count, q_index = (table[:, None, None] for table in tiles)
+    return BlockMask(
+        seq_lengths=lengths,
+        kv_num_blocks=kv_count[0],
+        kv_indices=kv_index[0],
+        full_kv_num_blocks=kv_count[1],
+        full_kv_indices=kv_index[1],
+        q_num_blocks=q_count[0],
+        q_indices=q_index[0],
+        full_q_num_blocks=q_count[1],
+        full_q_indices=q_index[1],
+        BLOCK_SIZE=(TILE, TILE),
+        mask_mod=mask_mod,
+    )
+
+
 def tile_tables(position_N: Tensor, keep_N: Tensor, doc_S: Tensor, block_size: int) -> TileTables:
     """All tensors of the mask from anchors and documents; pure and static in shape, so it compiles to few kernels."""
     row_length, rows = doc_S.shape[0], position_N.shape[0] * block_size
     low_N, high_N = context_bounds(Anchors(position_N, keep_N), doc_S)
-    both = torch.stack(classify_tiles(low_N, high_N, block_size, row_length))
+    tiles = order_tiles(*classify_tiles(low_N, high_N, block_size, row_length))
     # A kernel works on whole tiles, so the bounds reach to the end of the last one; a row past N*B sees nothing.
     padding = -rows % TILE
     row_Q = torch.arange(rows + padding, device=doc_S.device)
@@ -122,7 +152,7 @@ def tile_tables(position_N: Tensor, keep_N: Tensor, doc_S: Tensor, block_size: i
     inside_Q = row_Q < rows
     own_Q = torch.where(inside_Q, row_length + block_Q * block_size, row_length + rows + padding)
     bounds_Q = (low_N[block_Q] * inside_Q, high_N[block_Q] * inside_Q, own_Q)
-    return TileTables(*_ordered(both), *_ordered(both.mT), *(bound.int() for bound in bounds_Q))
+    return TileTables(tiles, *(bound.int() for bound in bounds_Q))
 
 
 @cache
@@ -141,25 +171,9 @@ def block_mask(anchors: Anchors, doc_S: Tensor, block_size: int, row_length: int
         row_length: S; need not be a multiple of a tile.
     """
     tables = _tables_on(doc_S.device.type)(anchors.position_N, anchors.keep_N, doc_S, block_size)
-    (kv_count, full_kv_count), (kv_index, full_kv_index) = (
-        tables.kv_count[:, None, None],
-        tables.kv_index[:, None, None],
-    )
-    (q_count, full_q_count), (q_index, full_q_index) = tables.q_count[:, None, None], tables.q_index[:, None, None]
     rows = anchors.position_N.shape[0] * block_size
-    return BlockMask(
-        seq_lengths=(rows, row_length + rows),
-        kv_num_blocks=kv_count,
-        kv_indices=kv_index,
-        full_kv_num_blocks=full_kv_count,
-        full_kv_indices=full_kv_index,
-        q_num_blocks=q_count,
-        q_indices=q_index,
-        full_q_num_blocks=full_q_count,
-        full_q_indices=full_q_index,
-        BLOCK_SIZE=(TILE, TILE),
-        mask_mod=_interval_mask_mod(tables.low_Q, tables.high_Q, tables.own_Q, block_size),
-    )
+    visible = _interval_mask_mod(tables.low_Q, tables.high_Q, tables.own_Q, block_size)
+    return sparse_mask(tables.tiles, (rows, row_length + rows), visible)
 
 
 def _interval_mask_mod(low_Q: Tensor, high_Q: Tensor, own_Q: Tensor, block_size: int) -> Callable[..., Tensor]:

@@ -1,4 +1,4 @@
-"""The frozen target: decoder layers up to the last tap, run over packed rows; the full model for decoding.
+"""The frozen target: decoder layers up to the last tap, run over packed rows.
 
 Notation: S row length, H hidden size, K tapped layers.
 """
@@ -15,12 +15,14 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
+from models.target_attention import NAME as PACKED_FLEX
+from models.target_attention import check_servable, packed_row, uncompiled_allowed
 from models.target_files import first_line, quiet_transformers
 from models.target_random import RandomWeights
 
 PROBE_LENGTH = 24
-LEAK_TOLERANCE = 0.1
-"""Relative change of a document's features when its neighbour changes: a leak gives about 1, rounding below 0.02."""
+PROBE_TOLERANCE = 0.1
+"""Relative change of a probe's features: a leak or a wrong mask gives about 1, rounding below 0.02."""
 
 
 class TappedTarget(nn.Module):
@@ -33,6 +35,7 @@ class TappedTarget(nn.Module):
         self.decoder = decoder.eval().requires_grad_(False)
         self.layers = decoder_layers(decoder)
         self.layer_ids = tuple(layer_ids)
+        drop_final_norm(decoder)
         self.hidden_size: int = decoder.config.get_text_config(decoder=True).hidden_size
         self._features_SF: Tensor | None = None
         for slot, layer_id in enumerate(self.layer_ids):
@@ -60,14 +63,40 @@ class TappedTarget(nn.Module):
         Returns:
             Outputs of the tapped layers (before any final norm), side by side in the order of `layer_ids`: [S, K*H].
         """
-        # Without mask and cache, transformers isolates documents wherever positions do not go up by one;
-        # at position 0 throughout, every padding token is a document of its own.
+        # At position 0 throughout, every padding token is a document of its own.
         positions_1S = torch.where(doc < 0, 0, positions)[None]
         shape = (len(ids), len(self.layer_ids) * self.hidden_size)
         self._features_SF = torch.empty(shape, dtype=self.decoder.dtype, device=ids.device) if out is None else out
-        self.decoder(input_ids=ids[None], position_ids=positions_1S, use_cache=False)
+        # Without mask and cache, transformers isolates documents wherever positions do not go up by one; a mask of ones
+        # spares it the search, which would wait for the device, where the documents are given.
+        mask = torch.ones_like(ids)[None] if self.packed else None
+        with packed_row(doc):
+            self.decoder(input_ids=ids[None], attention_mask=mask, position_ids=positions_1S, use_cache=False)
         features_SF, self._features_SF = self._features_SF, None
         return features_SF
+
+    @property
+    def packed(self) -> bool:
+        """Whether attention is FlexAttention over the documents' tiles, and not transformers' own with a dense mask."""
+        return self.decoder.config._attn_implementation == PACKED_FLEX
+
+    def use_packed_attention(self) -> None:
+        """Switch to FlexAttention, and prove on a small row that it gives the features of transformers' own.
+
+        Raises:
+            ValueError: the model cannot be served, or differs; says what to set.
+        """
+        check_servable(self.decoder)
+        row = self._probe_row()
+        expected = self(*row)
+        self.decoder.set_attn_implementation(PACKED_FLEX)
+        with uncompiled_allowed():
+            error = relative_error(self(*row), expected)
+        if not error < PROBE_TOLERANCE:
+            raise ValueError(
+                f"target.attention: flex gives {type(self.decoder).__name__} other features (by {error:.0%})"
+                " -> set target.attention=sdpa (a dense mask, slower)"
+            )
 
     def compile_layers(self, **options: Any) -> None:
         """Compile each layer on its own, in place; equal layers share one graph."""
@@ -80,22 +109,27 @@ class TappedTarget(nn.Module):
         Raises:
             ValueError: it does (some recurrent and custom models ignore positions), or features are not finite.
         """
-        device, vocab_size = self.decoder.device, self.decoder.config.get_text_config(decoder=True).vocab_size
-        first, other, second = (torch.arange(PROBE_LENGTH) * step % vocab_size for step in (7919, 104729, 1299709))
-        doc = torch.arange(2, device=device).repeat_interleave(PROBE_LENGTH)
-        positions = torch.arange(PROBE_LENGTH, device=device).repeat(2)
-        beside_first, beside_other = (
-            self(torch.cat([neighbour, second]).to(device), doc, positions)[PROBE_LENGTH:].float()
-            for neighbour in (first, other)
-        )
-        change_S = (beside_first - beside_other).norm(dim=-1) / beside_first.norm(dim=-1)
+        beside_first, beside_other = (self(*self._probe_row(neighbour))[PROBE_LENGTH:] for neighbour in (7919, 104729))
         if not bool(beside_first.isfinite().all()):
             raise ValueError(f"target.model: {type(self.decoder).__name__} gives features that are not finite")
-        if float(change_S.max()) > LEAK_TOLERANCE:
+        if relative_error(beside_other, beside_first) > PROBE_TOLERANCE:
             raise ValueError(
                 f"target.model: {type(self.decoder).__name__} lets packed documents see each other"
                 " -> choose a target whose layers all respect position_ids"
             )
+
+    def _probe_row(self, neighbour: int = 7919) -> tuple[Tensor, Tensor, Tensor]:
+        """ids, doc and positions of two short documents; the first one's ids follow from `neighbour`."""
+        device, vocab_size = self.decoder.device, self.decoder.config.get_text_config(decoder=True).vocab_size
+        index = torch.arange(PROBE_LENGTH, device=device)
+        ids = torch.cat([index * neighbour % vocab_size, index * 1299709 % vocab_size])
+        return ids, torch.arange(2, device=device).repeat_interleave(PROBE_LENGTH), index.repeat(2)
+
+
+def relative_error(features: Tensor, expected: Tensor) -> float:
+    """The largest relative difference of a token's features, by norm; both [S, F]."""
+    expected = expected.float()
+    return float(((features.float() - expected).norm(dim=-1) / expected.norm(dim=-1)).max())
 
 
 def load_tapped_target(
@@ -157,6 +191,15 @@ def decoder_layers(decoder: nn.Module) -> nn.ModuleList:
     if not stacks:
         raise ValueError(f"target.model: {type(decoder).__name__} has no list of layers to tap")
     return max(stacks, key=len)
+
+
+def drop_final_norm(decoder: nn.Module) -> None:
+    """Put nothing in the place of the norm behind the decoder's layers: taps are taken before it."""
+    children = list(decoder.named_children())
+    stack = [child for _, child in children].index(decoder_layers(decoder))
+    for name, child in children[stack + 1 :]:
+        if type(child).__name__.endswith("Norm"):
+            setattr(decoder, name, nn.Identity())
 
 
 def _load(
