@@ -1,14 +1,8 @@
-"""Measure the drafter's training step: the one that training runs, part by part, against what the device can do.
-
-Parts are timed inside whole steps by events at their borders (CUDA events, or the clock on CPU), so that each is
-measured as it runs in training, with the device as busy and as warm.
-"""
+"""Measure the drafter's training step: the one that training runs, part by part, against what the device can do."""
 
 from __future__ import annotations
 
-import statistics
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,13 +11,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import DeviceMesh
 
+from launcher.bench_timing import Marks, copy_rate, matmul_rate
 from launcher.config import TrainConfig
-from launcher.drafter_step import DTYPES, DrafterStep
+from launcher.drafter_step import DrafterStep
+from launcher.step_optimizers import DTYPES
 from launcher.work_model import StepShape, datasheet, step_work, update_bytes
 from models.attention import choose_backend
 from models.dflash import DFlashConfig, DFlashDrafter
 from models.draft_step import BlockInputs, DraftForward, FrozenEnds, RowBatch
-from models.float8 import matmul8, quantize_rows
 from models.loss import LossSums
 from models.masks import context_bounds
 
@@ -42,36 +37,6 @@ class BenchOptions:
     sharded: bool
     steps: int
     device: str
-
-
-class Marks:
-    """Times of the borders between parts, one list per step; read after the device has finished."""
-
-    def __init__(self, device: str) -> None:
-        self._cuda = device == "cuda"
-        self.steps: list[list[Any]] = []
-
-    def begin(self) -> None:
-        self.steps.append([])
-        self.mark()
-
-    def mark(self) -> None:
-        if not self._cuda:
-            self.steps[-1].append(time.perf_counter())
-            return
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        self.steps[-1].append(event)
-
-    def medians(self) -> list[float]:
-        """Milliseconds of each part, the median over the steps; then of the whole step."""
-        if self._cuda:
-            torch.cuda.synchronize()
-        rows = [[self._between(*pair) for pair in zip(marks, marks[1:], strict=False)] for marks in self.steps]
-        return [statistics.median(part) for part in zip(*rows, strict=True)] + [statistics.median(map(sum, rows))]
-
-    def _between(self, start: Any, end: Any) -> float:
-        return start.elapsed_time(end) if self._cuda else (end - start) * 1e3
 
 
 class MarkedForward(DraftForward):
@@ -240,37 +205,3 @@ def _report(
         "first_step_s": round(first, 2),
         "furthest": max(PARTS, key=lambda name: parts[name] - floors[name]),
     }
-
-
-def matmul_rate(device: str, precision: str) -> float:
-    """Operations per second of a large matrix product on random data, held for as long as a step takes or longer.
-
-    The first products of a cold GPU run some tenths faster than it can sustain; a step is long enough to feel that.
-    """
-    size, count = (8192, 100) if device == "cuda" else (512, 5)
-    dtype = DTYPES[precision]
-    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
-    if precision == "float8":
-        operands = *quantize_rows(a), *quantize_rows(b)
-        run: Callable[[], Tensor] = lambda: matmul8(*operands, dtype)  # noqa: E731
-    else:
-        run = lambda: a @ b.t()  # noqa: E731
-    return 2 * size**3 / (_median_ms(run, device, count) / 1e3)
-
-
-def copy_rate(device: str) -> float:
-    """Bytes per second of a copy within memory, read and written bytes both counted."""
-    source = torch.empty((1 << 30) if device == "cuda" else (1 << 24), dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
-    return 2 * source.numel() / (_median_ms(lambda: target.copy_(source), device, 10) / 1e3)
-
-
-def _median_ms(run: Callable[[], Any], device: str, count: int) -> float:
-    """The median over the later half of `count` runs in a row."""
-    marks = Marks(device)
-    for _ in range(count):
-        marks.begin()
-        run()
-        marks.mark()
-    marks.steps = marks.steps[count // 2 :]
-    return marks.medians()[-1]

@@ -11,7 +11,6 @@ import torch
 
 from launcher.config import Config
 from launcher.control import Control
-from launcher.drafter_step import DTYPES
 from launcher.errors import UserError
 from launcher.journal import Journal
 from launcher.lifecycle import Lifecycle
@@ -19,6 +18,7 @@ from launcher.memory import MemoryWatcher
 from launcher.row_layout import RowLayout
 from launcher.runtime import Device, Groups, RankEnv
 from launcher.schedule import Schedule
+from launcher.step_optimizers import DTYPES
 from launcher.topology import Role, Topology
 from models.dflash import DFlashConfig, default_layer_ids
 from models.draft_step import RowBatch

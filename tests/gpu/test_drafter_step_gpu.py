@@ -8,7 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from launcher.bench_drafter import BenchOptions, Marks, _make_batch, _make_step
+from launcher.bench_drafter import BenchOptions, _make_batch, _make_step
+from launcher.bench_timing import Marks
 from models.dflash import DFlashConfig
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
