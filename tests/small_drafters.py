@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 from transformers import Qwen3Config
 
 from models.dflash import DFlashConfig
@@ -42,3 +44,10 @@ def small_config(rope: dict[str, Any] | None = None, **changes: Any) -> DFlashCo
     )
     settings: dict[str, Any] = {"layers": 3, "block_size": 4, "mask_token_id": 96}
     return DFlashConfig.from_target(target, **settings | changes)
+
+
+def fresh_blocks(config: DFlashConfig, blocks: int, **options: Any) -> Tensor:
+    """Random embeddings [N*B, H] of blocks as they are drafted: a token each, then one mask token over and over."""
+    tokens = torch.randn(blocks, 1, config.hidden_size, **options)
+    mask = torch.randn(1, 1, config.hidden_size, **options).expand(blocks, config.block_size - 1, -1)
+    return torch.cat([tokens, mask], dim=1).flatten(0, 1)

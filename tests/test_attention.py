@@ -9,6 +9,7 @@ from models.anchors import Anchors
 from models.attention import attend, choose_backend
 from models.dflash import DFlashConfig, DFlashDrafter
 from models.masks import block_mask, dense_mask
+from tests.small_drafters import fresh_blocks
 
 CONFIG = DFlashConfig(
     hidden_size=32,
@@ -43,7 +44,7 @@ def inputs(anchors: Anchors, doc_S: torch.Tensor) -> tuple[torch.Tensor, ...]:
     positions_S = torch.arange(ROW_LENGTH) - (doc_S * (doc_S == 0).sum()).long()
     block_positions = (positions_S[anchors.position_N][:, None] + torch.arange(CONFIG.block_size)).flatten()
     features = torch.randn(ROW_LENGTH, 2 * CONFIG.hidden_size)
-    return torch.randn(len(block_positions), CONFIG.hidden_size), features, positions_S, block_positions
+    return fresh_blocks(CONFIG, BLOCKS), features, positions_S, block_positions
 
 
 def test_auto_is_flex_on_cuda_only() -> None:
@@ -95,4 +96,6 @@ def test_flex_equals_sdpa_and_fresh_masks_do_not_recompile() -> None:
             flex = compiled(*rows, block_mask(anchors, doc_S, CONFIG.block_size, ROW_LENGTH), "flex")
             sdpa = drafter(*rows, dense_mask(anchors, doc_S, CONFIG.block_size, ROW_LENGTH), "sdpa")
         torch.testing.assert_close(flex, sdpa, atol=1e-5, rtol=1e-5)
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 3  # context, one layer for all, final norm
+    assert (
+        torch._dynamo.utils.counters["stats"]["unique_graphs"] == 4
+    )  # context, first layer, one for all others, final norm

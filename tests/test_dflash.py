@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
+from torch.nn.functional import linear
 from transformers import AutoConfig, DynamicCache, Gemma3Config, LlamaConfig, Qwen3Config
 
 from models.anchors import Anchors
 from models.dflash import DFlashConfig, DFlashDrafter, default_layer_ids
+from models.drafter_layer import DFlashLayer
 from models.masks import dense_mask
-from tests.small_drafters import ROPES, small_config
+from tests.small_drafters import ROPES, fresh_blocks, small_config
 
 official_package = pytest.importorskip("dflash.model", reason="compares with the official dflash package")
 
@@ -39,7 +41,7 @@ def test_training_forward_equals_the_official_model(rope: dict[str, Any] | None)
     positions_S = torch.cat([torch.arange(15), torch.arange(25)])
     anchors = Anchors(torch.tensor([0, 3, 14, 15, 22, 38]), torch.ones(6, dtype=torch.bool))
     features = torch.randn(length, len(config.target_layer_ids) * config.hidden_size)
-    embeddings = torch.randn(6 * block, config.hidden_size)
+    embeddings = fresh_blocks(config, 6)
     block_positions = (positions_S[anchors.position_N][:, None] + torch.arange(block)).flatten()
     with torch.no_grad():
         mask = dense_mask(anchors, doc_S, block, length)
@@ -62,7 +64,7 @@ def test_cached_drafting_equals_the_official_decode_step(rope: dict[str, Any] | 
     start = 0
     for gained in (7, 1, 4, 2):
         features = torch.randn(gained, len(config.target_layer_ids) * config.hidden_size)
-        embeddings = torch.randn(config.block_size, config.hidden_size)
+        embeddings = fresh_blocks(config, 1)
         with torch.no_grad():
             theirs = official(
                 position_ids=torch.arange(start, start + gained + config.block_size)[None],
@@ -75,6 +77,24 @@ def test_cached_drafting_equals_the_official_decode_step(rope: dict[str, Any] | 
         start += gained
         ours = drafter.draft(embeddings, features, ours_cache, start)
         torch.testing.assert_close(ours, theirs[0], atol=1e-4, rtol=1e-4)
+
+
+def test_multiplying_each_row_of_fresh_blocks_once_changes_nothing() -> None:
+    """In value and in every gradient, that of the norm before the first layer's projections included."""
+    config = small_config()
+    drafter, _ = pair(config)
+    anchors, doc_S = Anchors(torch.tensor([2, 5, 9]), torch.ones(3).bool()), torch.zeros(12, dtype=torch.int32)
+    mask = dense_mask(anchors, doc_S, config.block_size, 12)
+    rows = fresh_blocks(config, 3), torch.randn(12, len(config.target_layer_ids) * config.hidden_size)
+    positions = torch.arange(12), (anchors.position_N[:, None] + torch.arange(config.block_size)).flatten()
+    attention = cast(DFlashLayer, drafter.layers[0]).self_attn
+    toward, results = torch.randn(12, config.hidden_size), []
+    for project in (attention.project, linear):
+        attention.project = project
+        out = drafter(*rows, *positions, mask, "sdpa")
+        results.append([out, *torch.autograd.grad(out, list(drafter.parameters()), toward)])
+    for once, each in zip(*results, strict=True):
+        torch.testing.assert_close(once, each, atol=1e-4, rtol=1e-4)
 
 
 def test_draft_refuses_features_that_leave_a_gap() -> None:
@@ -116,7 +136,7 @@ def test_every_parameter_gets_a_gradient_from_a_block() -> None:
     anchors, doc_S = Anchors(torch.tensor([5]), torch.tensor([True])), torch.zeros(8, dtype=torch.int32)
     features = torch.randn(8, len(config.target_layer_ids) * config.hidden_size)
     mask = dense_mask(anchors, doc_S, config.block_size, 8)
-    out = drafter(torch.randn(4, 48), features, torch.arange(8), torch.arange(5, 9), mask, "sdpa")
+    out = drafter(fresh_blocks(config, 1), features, torch.arange(8), torch.arange(5, 9), mask, "sdpa")
     out.square().mul(torch.randn_like(out)).sum().backward()
     assert [name for name, p in drafter.named_parameters() if p.grad is None or not p.grad.any()] == []
 

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 import models.export as export_module
 from models.dflash import DFlashConfig, DFlashDrafter
 from models.export import expected_shapes, export_drafter, load_drafter
-from tests.small_drafters import LLAMA3, ROPES, YARN, small_config
+from tests.small_drafters import LLAMA3, ROPES, YARN, fresh_blocks, small_config
 
 
 def exported(out: Path, rope: dict[str, Any] | None = None) -> tuple[DFlashDrafter, Path]:
@@ -37,7 +37,7 @@ def test_the_official_package_loads_it_and_computes_the_same(tmp_path: Path, rop
     assert (official.block_size, official.mask_token_id) == (config.block_size, config.mask_token_id)
     assert tuple(official.target_layer_ids) == config.target_layer_ids
     features = torch.randn(length, len(config.target_layer_ids) * config.hidden_size)
-    embeddings = torch.randn(config.block_size, config.hidden_size)
+    embeddings = fresh_blocks(config, 1)
     with torch.no_grad():
         positions = torch.arange(length + config.block_size)[None]
         theirs = official.eval()(positions, noise_embedding=embeddings[None], target_hidden=features[None])[0]

@@ -8,6 +8,7 @@ import torch
 from models.anchors import Anchors
 from models.dflash import DFlashConfig, DFlashDrafter
 from models.masks import block_mask, dense_mask
+from tests.small_drafters import fresh_blocks
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 
@@ -40,7 +41,7 @@ def make_row(config: DFlashConfig, length: int, blocks: int, seed: int) -> tuple
     anchors = Anchors(position_N, torch.arange(blocks, device="cuda") < blocks - 3)
     positions_S = torch.arange(length, device="cuda") - doc_S * (length // 3)
     block_positions = (positions_S[position_N][:, None] + torch.arange(config.block_size, device="cuda")).flatten()
-    embeddings = torch.randn(len(block_positions), config.hidden_size, **random)
+    embeddings = fresh_blocks(config, blocks, **random)
     features = torch.randn(length, 2 * config.hidden_size, **random)
     return anchors, doc_S, (embeddings, features, positions_S, block_positions)
 

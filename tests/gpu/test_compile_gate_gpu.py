@@ -13,12 +13,13 @@ import torch.nn.functional as F
 from torch.distributed import DeviceMesh
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-import models.dflash
 import models.draft_step
+import models.drafter_layer
 from launcher.config import TrainConfig
 from launcher.drafter_step import DrafterStep
-from models.dflash import DFlashConfig, DFlashDrafter, DFlashLayer
+from models.dflash import DFlashConfig, DFlashDrafter
 from models.draft_step import DraftForward, FrozenEnds, RowBatch
+from models.drafter_layer import DFlashLayer
 from models.masks import block_mask, dense_mask
 from tests.gates import Passed, pass_alone
 
@@ -143,7 +144,7 @@ def _eager_flex(step: DrafterStep, batch: RowBatch, monkeypatch: pytest.MonkeyPa
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any, backend: str) -> Any:
         return flex_attention(q, k, v, block_mask=mask, enable_gqa=True)
 
-    monkeypatch.setattr(models.dflash, "attend", attend)
+    monkeypatch.setattr(models.drafter_layer, "attend", attend)
 
 
 def _dense(step: DrafterStep, batch: RowBatch) -> torch.Tensor:
@@ -158,7 +159,7 @@ def _dense_sdpa(step: DrafterStep, batch: RowBatch, monkeypatch: pytest.MonkeyPa
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any, backend: str) -> torch.Tensor:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=dense[None, None], enable_gqa=True)
 
-    monkeypatch.setattr(models.dflash, "attend", attend)
+    monkeypatch.setattr(models.drafter_layer, "attend", attend)
     step.drafter.compile_layers()
 
 
