@@ -44,6 +44,7 @@ SHAPE_KEYS = (
     "target.layer_ids",
     "target.dtype",
     "target.compile",
+    "target.attention",
     "drafter.layers",
     "drafter.block_size",
     "drafter.attention",

@@ -38,8 +38,10 @@ class TargetConfig(Section):
     """Number format of the frozen weights and of the features; auto is bfloat16 on GPUs, float32 on CPU."""
     layer_ids: list[int] | None = Field(None, min_length=1)
     """0-based decoder layers whose outputs are tapped; default: evenly spread, as the paper does."""
-    compile: bool = False
-    """Compile the target's layers too; target ranks then take turns at the gate as drafters do."""
+    compile: bool | Literal["auto"] = "auto"
+    """Compile the target's layers too; targets then take turns at the gate as drafters do. auto: on GPUs."""
+    attention: Literal["auto", "flex", "sdpa"] = "auto"
+    """Attention over packed documents; auto is flex (no dense mask) where layers are compiled on a GPU, else sdpa."""
 
 
 class DrafterConfig(Section):
@@ -229,6 +231,8 @@ class Config(Section):
             raise ValueError(
                 f"data.row_length: {self.data.row_length} tokens are fewer than two blocks of {self.drafter.block_size}"
             )
+        if self.target.attention == "flex" and self.target.compile is False:
+            raise ValueError("target.attention: flex must be compiled; set target.compile=true, or attention to sdpa")
         return self
 
 
@@ -276,6 +280,10 @@ def for_device(config: Config, kind: str) -> Config:
     target, train = config.target, config.train
     if target.dtype == "auto":
         target = target.model_copy(update={"dtype": "bfloat16" if on_gpu else "float32"})
+    if target.compile == "auto":
+        target = target.model_copy(update={"compile": on_gpu or target.attention == "flex"})
+    if target.attention == "auto":
+        target = target.model_copy(update={"attention": "flex" if on_gpu and target.compile else "sdpa"})
     if train.precision == "auto":
         train = train.model_copy(update={"precision": "bf16" if on_gpu else "float32"})
     return config.model_copy(update={"target": target, "train": train})

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Generator
+from contextlib import contextmanager
 
 import torch
 from torch._dynamo.exc import RecompileError
 from torch._dynamo.utils import counters
+
+from launcher.errors import LauncherError
 
 log = logging.getLogger("launcher")
 
@@ -26,6 +30,25 @@ def forbid_recompiles(on_recompile: str) -> None:
         return
     torch._logging.set_logs(recompiles=True)
     logging.getLogger(REASONS).addHandler(_Warner())
+
+
+@contextmanager
+def explain_recompiles(what: str) -> Generator[None]:
+    """Turn the compiler's error that `what` would compile again after the gate into one line.
+
+    Raises:
+        LauncherError: says what changed.
+    """
+    try:
+        yield
+    except Exception as error:
+        reason = recompile_reason(error)
+        if reason is None:
+            raise
+        raise LauncherError(
+            f"{what} would compile again after the gate: {reason}",
+            "keep shapes fixed, or allow it with --compile.on_recompile=warn",
+        ) from error
 
 
 def recompile_reason(error: BaseException) -> str | None:

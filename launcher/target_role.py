@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -10,9 +12,12 @@ from launcher.acceptance import answer_evaluation, evaluation_steps
 from launcher.barrier import OrderedTurns
 from launcher.data import PackedRows, eval_prompts, prepare_rows, row_order
 from launcher.rank import Models, Rank, agree_schedule, describe_models, user_input
+from launcher.recompiles import explain_recompiles, forbid_recompiles
 from launcher.schedule import Schedule
+from launcher.target_gate import pass_target_gate
 from launcher.transfer import RowSender
 from launcher.transports import make_transport
+from models.draft_step import RowBatch
 from models.target import TappedTarget, load_tapped_target
 from models.target_files import user_cache
 
@@ -27,11 +32,7 @@ def run_target(rank: Rank, drafter_turns: OrderedTurns, target_turns: OrderedTur
         target = user_input(lambda: _load(rank, models))
     producer = RowProducer(rank, models, rows, target)
     if config.target.compile:
-        with target_turns.turn(rank.role.rank) as turn:
-            producer.compile()
-        rank.journal.announce(
-            f"compile target {turn.place + 1}/{turn.count} rank {turn.rank} {turn.seconds:.1f} s", every_rank=True
-        )
+        producer.compile(target_turns)
     with rank.lifecycle.phase("gate", drafter_turns.limit):
         drafter_turns.join()
     if config.dry_run:
@@ -60,13 +61,21 @@ def open_rows(rank: Rank, models: Models) -> PackedRows:
 
 
 def _load(rank: Rank, models: Models) -> TappedTarget:
-    return load_tapped_target(
+    chosen = rank.config.target
+    target = load_tapped_target(
         models.folder,
         models.drafter.target_layer_ids,
         models.layout.dtype,
         rank.torch_device,
-        rank.config.target.trust_remote_code,
+        chosen.trust_remote_code,
     )
+    if chosen.attention == "flex":
+        target.use_packed_attention()
+    how = "compiled" if chosen.compile else "not compiled"
+    rank.journal.announce(
+        f"target attention: {chosen.attention} on {rank.torch_device.type}, {how}", rank.role.index == 0
+    )
+    return target
 
 
 class RowProducer:
@@ -87,10 +96,18 @@ class RowProducer:
             rank.lifecycle,
         )
 
-    def compile(self) -> None:
-        """Compile the layers by running the first row as training will."""
-        self._target.compile_layers()
-        self._fill(self._layout.buffer(self._rank.torch_device), 0)
+    def compile(self, turns: OrderedTurns) -> None:
+        """Pass the gate by running the first row as training will; from then on a recompile is an error."""
+
+        def run_row() -> RowBatch:
+            buffer = self._layout.buffer(self._rank.torch_device)
+            self._fill(buffer, 0)
+            return self._layout.batch(0, buffer)
+
+        rank = self._rank
+        announce = partial(rank.journal.announce, every_rank=True)
+        pass_target_gate(rank.role.rank, turns, self._target, run_row, announce)
+        forbid_recompiles(rank.config.compile.on_recompile)
 
     def produce(self, schedule: Schedule, step: int) -> bool:
         """This target's rows of one step; False when the run stops."""
@@ -114,7 +131,8 @@ class RowProducer:
         self._layout.ints(buffer).copy_(ints, non_blocking=True)
         self._layout.loss_mask(buffer).copy_(torch.as_tensor(row.loss_mask), non_blocking=True)
         batch = self._layout.batch(index, buffer)
-        self._target(batch.ids, batch.doc, batch.positions, out=batch.features)
+        with explain_recompiles("the target"):
+            self._target(batch.ids, batch.doc, batch.positions, out=batch.features)
         return faults.spoil_header(self._layout.header(index, row.ids), self._rank.lifecycle.step)
 
     def _ended(self) -> bool:

@@ -20,7 +20,7 @@ from launcher.errors import ExitCode, LauncherError, StopRequested
 from launcher.journal import Progress, clock
 from launcher.meter import Meter, over_drafters
 from launcher.rank import Rank, compute_dtype, to_compute
-from launcher.recompiles import recompile_reason
+from launcher.recompiles import explain_recompiles
 from launcher.resume import count_steps, resume
 from launcher.row_layout import RowLayout
 from launcher.schedule import is_due
@@ -127,16 +127,8 @@ class Training:
         self._settle(1)
 
     def _accumulate(self, batch: RowBatch, last: bool) -> None:
-        try:
+        with explain_recompiles("the training step"):
             self.step.accumulate(batch, last)
-        except Exception as error:
-            reason = recompile_reason(error)
-            if reason is None:
-                raise
-            raise LauncherError(
-                f"the training step would compile again after the gate: {reason}",
-                "keep shapes fixed, or allow it with --compile.on_recompile=warn",
-            ) from error
 
     def _settle(self, leave: int) -> None:
         """Read the results of all but the last `leave` steps: a step's numbers are read while the next one runs."""

@@ -6,7 +6,8 @@ Notation: S row length, H hidden size, K tapped layers.
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ class TappedTarget(nn.Module):
         self.decoder = decoder.eval().requires_grad_(False)
         self.layers = decoder_layers(decoder)
         self.layer_ids = tuple(layer_ids)
+        self._stock = str(decoder.config._attn_implementation)
         drop_final_norm(decoder)
         self.hidden_size: int = decoder.config.get_text_config(decoder=True).hidden_size
         self._features_SF: Tensor | None = None
@@ -80,6 +82,22 @@ class TappedTarget(nn.Module):
         """Whether attention is FlexAttention over the documents' tiles, and not transformers' own with a dense mask."""
         return self.decoder.config._attn_implementation == PACKED_FLEX
 
+    @property
+    def attention_layers(self) -> int:
+        """Layers that run softmax attention; some families mix in others."""
+        kinds = getattr(self.decoder.config, "layer_types", None) or ["full_attention"] * len(self.layers)
+        return sum("linear" not in kind and "attention" in kind for kind in kinds)
+
+    @contextmanager
+    def stock_attention(self) -> Generator[None]:
+        """Within it attention is the one that transformers chose: the reference, with a dense mask."""
+        chosen = str(self.decoder.config._attn_implementation)
+        self.decoder.set_attn_implementation(self._stock)
+        try:
+            yield
+        finally:
+            self.decoder.set_attn_implementation(chosen)
+
     def use_packed_attention(self) -> None:
         """Switch to FlexAttention, and prove on a small row that it gives the features of transformers' own.
 
@@ -91,7 +109,7 @@ class TappedTarget(nn.Module):
         expected = self(*row)
         self.decoder.set_attn_implementation(PACKED_FLEX)
         with uncompiled_allowed():
-            error = relative_error(self(*row), expected)
+            error = float(token_errors(self(*row), expected).max())
         if not error < PROBE_TOLERANCE:
             raise ValueError(
                 f"target.attention: flex gives {type(self.decoder).__name__} other features (by {error:.0%})"
@@ -112,7 +130,7 @@ class TappedTarget(nn.Module):
         beside_first, beside_other = (self(*self._probe_row(neighbour))[PROBE_LENGTH:] for neighbour in (7919, 104729))
         if not bool(beside_first.isfinite().all()):
             raise ValueError(f"target.model: {type(self.decoder).__name__} gives features that are not finite")
-        if relative_error(beside_other, beside_first) > PROBE_TOLERANCE:
+        if float(token_errors(beside_other, beside_first).max()) > PROBE_TOLERANCE:
             raise ValueError(
                 f"target.model: {type(self.decoder).__name__} lets packed documents see each other"
                 " -> choose a target whose layers all respect position_ids"
@@ -126,10 +144,10 @@ class TappedTarget(nn.Module):
         return ids, torch.arange(2, device=device).repeat_interleave(PROBE_LENGTH), index.repeat(2)
 
 
-def relative_error(features: Tensor, expected: Tensor) -> float:
-    """The largest relative difference of a token's features, by norm; both [S, F]."""
+def token_errors(features: Tensor, expected: Tensor) -> Tensor:
+    """The relative difference of each token's features, by norm: float32 [S] from two of [S, F]."""
     expected = expected.float()
-    return float(((features.float() - expected).norm(dim=-1) / expected.norm(dim=-1)).max())
+    return (features.float() - expected).norm(dim=-1) / expected.norm(dim=-1)
 
 
 def load_tapped_target(

@@ -146,20 +146,26 @@ def _attend(
     if not (torch.compiler.is_compiling() or _uncompiled.get()):
         raise RuntimeError("FlexAttention of the target must run compiled: call compile_layers()")
 
-    def cap(score: Tensor, batch: Tensor, head: Tensor, q_index: Tensor, kv_index: Tensor) -> Tensor:
-        return softcap * torch.tanh(score / softcap)
-
     out = flex_attention(
         query,
         key,
         value,
-        score_mod=None if softcap is None else cap,
+        score_mod=None if softcap is None else _soft_cap(softcap),
         block_mask=attention_mask,
         scale=scaling,
         enable_gqa=query.shape[1] != key.shape[1],
     )
     assert isinstance(out, Tensor)
     return out.transpose(1, 2).contiguous(), None
+
+
+def _soft_cap(limit: float) -> Callable[..., Tensor]:
+    """Scores pressed between -limit and limit (Gemma 2)."""
+
+    def capped(score: Tensor, batch: Tensor, head: Tensor, q_index: Tensor, kv_index: Tensor) -> Tensor:
+        return limit * torch.tanh(score / limit)
+
+    return capped
 
 
 AttentionInterface.register(NAME, _attend)

@@ -90,7 +90,17 @@ def test_auto_is_settled_by_the_device_and_nothing_else_is_touched() -> None:
     gpu, cpu = for_device(config, "cuda"), for_device(config, "cpu")
     assert (gpu.target.dtype, gpu.train.precision) == ("bfloat16", "float32")
     assert (cpu.target.dtype, cpu.train.precision) == ("float32", "float32")
+    assert (gpu.target.compile, gpu.target.attention) == (True, "flex")
+    assert (cpu.target.compile, cpu.target.attention) == (False, "sdpa")
     assert for_device(gpu, "cpu") == gpu and gpu.data == config.data
+
+
+def test_flex_attention_of_the_target_is_compiled() -> None:
+    chosen = parse(["--preset=tiny", "--target.attention=flex"]).config
+    assert for_device(chosen, "cpu").target.compile is True
+    assert for_device(parse(["--preset=tiny", "--target.compile=false"]).config, "cuda").target.attention == "sdpa"
+    with pytest.raises(ConfigError, match="target.compile=true"):
+        parse(["--preset=tiny", "--target.attention=flex", "--target.compile=false"])
 
 
 def test_bad_option_answers_in_a_second_without_torch() -> None:

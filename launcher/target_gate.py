@@ -1,0 +1,132 @@
+"""A target's turn at the gate: compile its layers on a row of the run, pass the turn on, prove the features.
+
+The proof compares the compiled features with those of stock transformers on the same row (its own attention, dense
+mask, uncompiled), counts the fused attention kernels on a GPU, and shows that a second run compiles nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+
+import torch
+from torch._dynamo.utils import counters
+
+from launcher.barrier import OrderedTurns
+from launcher.compile_gate import ADVICE, cache_counts
+from launcher.compile_proof import ProofError, launches, watch_step
+from launcher.compile_report import Stopwatch, TurnReport
+from launcher.recompiles import graphs_compiled
+from models.draft_step import RowBatch
+from models.target import TappedTarget, token_errors
+
+# Mean and worst relative error of a token's features, compiled against stock; bf16 rounds differently layer by layer,
+# and a mixture of experts may then send a token elsewhere.
+TOLERANCES = {torch.bfloat16: (0.05, 0.5), torch.float32: (1e-3, 1e-2)}
+
+
+@dataclass(frozen=True)
+class TargetProof:
+    """What one turn showed; `missing` says why it is not proved, a phrase each."""
+
+    attention: str
+    graphs: int
+    kernels: Mapping[str, int] = field(default_factory=dict)
+    mean_error: float = 0.0
+    worst_error: float = 0.0
+    missing: tuple[str, ...] = ()
+
+    def line(self) -> str:
+        """A line for the console."""
+        if self.missing:
+            return f"NOT PROVED: {'; '.join(self.missing)}"
+        fused = f", {launches(self.kernels)[0]} flex kernels" if self.kernels else ""
+        return (
+            f"{self.attention}{fused}, features differ from stock by {self.mean_error:.1e} (worst token"
+            f" {self.worst_error:.1e})"
+        )
+
+
+def pass_target_gate(
+    rank: int,
+    turns: OrderedTurns,
+    target: TappedTarget,
+    run_row: Callable[[], RowBatch],
+    announce: Callable[[str], None],
+) -> TurnReport:
+    """Take this target's turn.
+
+    Args:
+        rank: the rank that holds the turn.
+        target: not compiled yet.
+        run_row: runs the target on the same row each time it is called.
+        announce: gets a line for the console.
+
+    Raises:
+        ProofError: the compiled target is not what it should be; the message says what was missing.
+    """
+    watch = Stopwatch()
+    with target.stock_attention():
+        expected = run_row()
+    watch.lap("stock")
+    with turns.turn(rank) as turn:
+        watch.lap("wait")
+        counters.clear()
+        target.compile_layers()
+        run_row()
+        watch.lap("compile")
+        cache = cache_counts()
+        turn.pass_on()
+        proof = examine(target, expected, run_row)
+        watch.lap("proof")
+        times = (turn.start, turn.end, round(turn.seconds, 3))
+        report = TurnReport(rank, "target", *times, dict(watch.laps), *cache, 0, asdict(proof), not proof.missing)
+        hits = f"{cache[0]} cache hits" + (f", {cache[1]} misses" if cache[1] else "")
+        announce(f"compile target {turn.place + 1}/{turn.count} rank {rank} {times[2]:.1f} s ({hits})  {proof.line()}")
+        if proof.missing:
+            raise ProofError("; ".join(proof.missing), ADVICE)
+    return report
+
+
+def examine(target: TappedTarget, expected: RowBatch, run_row: Callable[[], RowBatch]) -> TargetProof:
+    """Look at a compiled target that has run once; nothing is raised for what is missing."""
+    graphs, found, kernels = graphs_compiled(), [], {}
+    if expected.features.is_cuda and target.packed:
+        kernels, _ = watch_step(lambda: found.append(run_row()))
+    else:
+        found.append(run_row())
+    real = expected.doc >= 0
+    error_S = token_errors(found[0].features, expected.features)[real]
+    mean, worst = float(error_S.mean()), float(error_S.max())
+    missing = [
+        *graph_problems(graphs, graphs_compiled()),
+        *number_problems(mean, worst, expected.features.dtype),
+        *(kernel_problems(kernels, target.attention_layers) if expected.features.is_cuda and target.packed else []),
+    ]
+    return TargetProof("flex" if target.packed else "sdpa", graphs, kernels, mean, worst, tuple(missing))
+
+
+def graph_problems(graphs: int, after: int) -> list[str]:
+    """A phrase where nothing was compiled, or a second run compiled more."""
+    if graphs == 0:
+        return ["no layer of the target was compiled"]
+    return [f"the target compiled {after - graphs} more graphs when it ran again"] if after > graphs else []
+
+
+def number_problems(mean: float, worst: float, dtype: torch.dtype) -> list[str]:
+    """A phrase where the features differ from stock transformers' by more than rounding."""
+    mean_limit, worst_limit = TOLERANCES[dtype]
+    if mean <= mean_limit and worst <= worst_limit:
+        return []
+    return [
+        f"the compiled target's features differ from stock transformers' by {mean:.1e} (at most {mean_limit:.0e}), the"
+        f" worst token by {worst:.1e} (at most {worst_limit:.0e})"
+    ]
+
+
+def kernel_problems(kernels: Mapping[str, int], wanted: int) -> list[str]:
+    """A phrase where a layer's attention was not the fused kernel."""
+    count = launches(kernels)[0]
+    if count == wanted:
+        return []
+    return [f"the target's fused flex attention kernel ran {count} times instead of {wanted}: attention fell back"]
