@@ -1,4 +1,4 @@
-"""How much device memory a training step may take while its attention is block-sparse. Pure arithmetic.
+"""How much device memory a training step may take while its attention is block-sparse. Pure arithmetic, no torch.
 
 Measured at the Qwen3-8B shape on an H200 (8,192 block tokens, five layers): 9.2 GB above what was allocated before the
 step, sharded over one rank. Dense attention adds 24 GB in each layer that falls back to it.
@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from models.dflash import DFlashConfig
-from models.loss import CHUNK_BYTES
+from models.chunks import CHUNK_BYTES
+from models.dflash_config import DFlashConfig
 
 # Rounding of the allocator, mask tables, rotary tables and numbers that are kept per token.
 SLACK_SHARE, SLACK_BYTES = 0.1, 128 << 20

@@ -20,12 +20,10 @@ from torch.nn.functional import pad
 
 from models import loss_reference
 from models.anchors import Anchors
+from models.chunks import CHUNK_BYTES, chunk_rows
 from models.float8 import E4M3, Head8, matmul8, quantize_rows
 
 LossKind = Literal["decay", "dpace"]
-
-CHUNK_BYTES = {"cuda": 320 << 20, "cpu": 64 << 20}
-"""Logits that exist at a time, by device; float8 odds add half of it."""
 
 
 @dataclass
@@ -218,19 +216,6 @@ def unit_loss8(rows: Tensor, head: Head8, labels: Tensor, supervised: Tensor, wi
 def _chunks(total: int, row_bytes: int, device_type: str) -> list[slice]:
     size = chunk_rows(total, row_bytes, CHUNK_BYTES[device_type])
     return [slice(start, min(start + size, total)) for start in range(0, total, size)]
-
-
-def chunk_rows(total: int, row_bytes: int, budget: int) -> int:
-    """Rows of a chunk: a multiple of 1,024 if the budget holds that many, else equal chunks in multiples of 128.
-
-    The gradient's GEMM has rows x H outputs only; at H = 4,096 its tiles fill an H200 just once for each 1,024 rows,
-    and at other counts leave up to a third of it idle (measured: 744 TFLOP/s at 1,024 rows, 675 at 1,920).
-    """
-    fitting = budget // row_bytes
-    if fitting >= 1024:
-        return min(total, fitting // 1024 * 1024)
-    even = -(-total // max(1, -(-total * row_bytes // budget)))
-    return min(total, -(-even // 128) * 128) if even > 128 else even
 
 
 def _kernels(device_type: str) -> Any:

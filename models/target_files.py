@@ -16,7 +16,8 @@ from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from models.target_random import SHAPES, RandomWeights, shape_config
+from models.shapes import SHAPES
+from models.target_random import RandomWeights, shape_config
 
 if TYPE_CHECKING:
     from torch import Tensor

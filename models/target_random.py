@@ -11,49 +11,9 @@ from typing import Any
 import torch
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
+from models.shapes import SHAPES
+
 MARKER = "random_weights.json"
-SHAPES: dict[str, dict[str, Any]] = {
-    "tiny": {
-        "model_type": "qwen3",
-        "vocab_size": 49280,  # the demo tokenizer's 49,152 ids and some unused rows
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 8,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "max_position_embeddings": 4096,
-        "tie_word_embeddings": False,
-    },
-    "qwen3-8b": {
-        "model_type": "qwen3",
-        "vocab_size": 151936,
-        "hidden_size": 4096,
-        "intermediate_size": 12288,
-        "num_hidden_layers": 36,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "max_position_embeddings": 40960,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 1_000_000.0,
-        "tie_word_embeddings": False,
-    },
-    "qwen3-14b": {
-        "model_type": "qwen3",
-        "vocab_size": 151936,
-        "hidden_size": 5120,
-        "intermediate_size": 17408,
-        "num_hidden_layers": 40,
-        "num_attention_heads": 40,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "max_position_embeddings": 40960,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 1_000_000.0,
-        "tie_word_embeddings": False,
-    },
-}
 
 
 def shape_config(shape: str) -> PreTrainedConfig:
