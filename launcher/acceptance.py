@@ -10,19 +10,21 @@ import gc
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from launcher.config import EvalConfig
-from launcher.drafter_step import DrafterStep
 from launcher.rank import Models, Rank, user_input
 from launcher.schedule import Schedule, is_due
 from models.decode import speculative_generate
 from models.export import export_drafter, load_drafter
 from models.target import load_full_target
 from models.target_ends import load_frozen_ends
+
+if TYPE_CHECKING:
+    from launcher.drafter_step import DrafterStep
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,6 @@ from importlib.util import find_spec
 
 import torch
 import torch.distributed as dist
-from torch._inductor.codegen.common import init_backend_registration
 
 # Imported by torch with the first compile, and these import the rest.
 COMPILER = (
@@ -41,16 +40,22 @@ GPU = ("triton", "triton.compiler", "triton.language", "models.loss_kernels", "m
 
 def warm_up(device: torch.device, dtype: torch.dtype, group: dist.ProcessGroup | None) -> None:
     """Import the compiler and start the device's libraries: context, cuBLAS, NCCL over `group`, autograd's threads."""
-    modules = COMPILER + GPU if device.type == "cuda" else COMPILER
-    for name in modules:
-        # Some exist in some versions of torch only.
-        if find_spec(name) is not None:
-            import_module(name)
-    # Both import every backend, as the first compile would.
-    torch._dynamo.list_backends()
-    init_backend_registration()
+    if not torch._dynamo.config.disable:
+        _import_compiler(COMPILER + GPU if device.type == "cuda" else COMPILER)
     square = torch.ones(256, 256, device=device, dtype=dtype, requires_grad=True)
     (square @ square).sum().backward()
     dist.all_reduce(torch.zeros(1, device=device), group=group)
     if device.type == "cuda":
         torch.cuda.synchronize()
+
+
+def _import_compiler(modules: tuple[str, ...]) -> None:
+    for name in modules:
+        # Some exist in some versions of torch only.
+        if find_spec(name) is not None:
+            import_module(name)
+    from torch._inductor.codegen.common import init_backend_registration
+
+    # Both import every backend, as the first compile would.
+    torch._dynamo.list_backends()
+    init_backend_registration()

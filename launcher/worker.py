@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import time
@@ -46,6 +47,7 @@ class Start:
 def run_rank(command: Command) -> NoReturn:
     """Set this rank up, play its role, and leave with the code that `status.json` gets."""
     catch_signals()
+    gc.disable()  # imports make a million objects that stay; looking for garbage among them takes a second
     env = RankEnv.read()
     with ExitStack() as stack:
         try:
@@ -131,9 +133,6 @@ def join(
     stack: ExitStack, start: Start, control: Control, attempt_dir: Path, journal: Journal, lifecycle: Lifecycle
 ) -> Rank:
     """Process groups and the memory watcher: what a rank needs beside the others."""
-    from launcher.memory import MemoryWatcher
-    from launcher.rank import Rank
-
     env, device, topology, runtime = start.env, start.device, start.topology, start.command.config.runtime
     role = topology.roles[env.rank]
     for notice in control.get("attempt")["notices"]:
@@ -142,6 +141,9 @@ def join(
     with lifecycle.phase("init", runtime.init_timeout):
         set_threads(device, env)
         groups = join_groups(stack, env, device, topology, control, runtime.init_timeout)
+    from launcher.memory import MemoryWatcher
+    from launcher.rank import Rank  # with transformers; whoever cannot join need not wait for it
+
     memory = MemoryWatcher(
         runtime.run_dir / "memory.jsonl",
         role,
@@ -158,8 +160,6 @@ def join(
 def play_role(rank: Rank) -> str:
     """The work itself; returns the line that sums the run up, the same on every rank."""
     from launcher.barrier import OrderedTurns
-    from launcher.drafter_role import run_drafter
-    from launcher.target_role import run_target
 
     compiling = rank.config.compile
     drafter_turns, target_turns = (
@@ -174,8 +174,14 @@ def play_role(rank: Rank) -> str:
         for name in ("drafter", "target")
     )
     if rank.role.name == "target":
+        from launcher.target_role import run_target
+
+        collect_garbage_from_here()
         run_target(rank, drafter_turns, target_turns)
     else:
+        from launcher.drafter_role import run_drafter
+
+        collect_garbage_from_here()
         summary = run_drafter(rank, drafter_turns, target_turns)
         if rank.leads_drafters:
             rank.control.set("summary", summary)
@@ -185,6 +191,12 @@ def play_role(rank: Rank) -> str:
         rank.journal.announce(memory_summary(rank))
         rank.journal.announce(text)
     return text
+
+
+def collect_garbage_from_here() -> None:
+    """End the pause of `run_rank`; what was imported meanwhile is never looked at again."""
+    gc.freeze()
+    gc.enable()
 
 
 def memory_summary(rank: Rank) -> str:
