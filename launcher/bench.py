@@ -1,12 +1,14 @@
 """The command `bench`: how fast the parts of training run on this machine, against what it can do.
 
 ./launch.sh bench drafter [--shape qwen3-8b] [--context 3072] [--anchors 512] [--precision float8] [--json]
+./launch.sh bench target [--shape qwen3-8b] [--context 3072] [--documents 3] [--json]
 
 On CPU a tiny shape runs by default. The first step is compiled from nothing, in a cache of its own, unless --warm.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import tempfile
@@ -25,54 +27,93 @@ def main(args: list[str]) -> int:
     parser = CommandParser("bench", description="measure a part of training on this machine")
     parts = parser.add_subparsers(dest="part", required=True)
     drafter = parts.add_parser("drafter", help="the drafter's training step, part by part")
-    drafter.add_argument("--shape", help="target shape: qwen3-8b, qwen3-14b, tiny or a config.json")
-    drafter.add_argument("--context", type=int, help="context tokens of a row")
+    _common_options(drafter, ("bf16", "float32", "float8"))
     drafter.add_argument("--anchors", type=int, help="blocks of a row")
     drafter.add_argument("--layers", type=int, default=5, help="draft layers")
     drafter.add_argument("--block-size", type=int, default=16, help="tokens of a block")
-    drafter.add_argument("--precision", default="bf16", choices=("bf16", "float32", "float8"))
     drafter.add_argument("--sharded", action="store_true", help="FSDP2, as with several drafters")
-    drafter.add_argument("--steps", type=int, help="measured steps, after a warm-up")
-    drafter.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
-    drafter.add_argument("--warm", action="store_true", help="use the compile cache of the environment")
-    drafter.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
+    target = parts.add_parser("target", help="the target's forward: stock transformers, uncompiled, compiled")
+    _common_options(target, ("bf16", "float32"))
+    target.add_argument("--documents", type=int, default=3, help="documents of a row")
+    target.add_argument("--taps", type=int, default=5, help="tapped layers")
+    target.add_argument("--attention", default="flex", choices=("flex", "sdpa"))
     chosen = parser.parse_args(args)
-    report = _drafter(chosen)
-    print(json.dumps(report) if chosen.json else table(report))
+    measure, show = {"drafter": (_drafter, table), "target": (_target, _target_table)}[chosen.part]
+    with _compile_cache(chosen.warm):
+        try:
+            report = measure(chosen, _device(chosen.device))
+        except ValueError as error:
+            raise UserError(f"bench {chosen.part}: {error}") from error
+    print(json.dumps(report) if chosen.json else show(report))
     return 0
 
 
-def _drafter(chosen: Any) -> dict[str, Any]:
-    device = choose_device(chosen.device, False, gpu_uuids(os.environ), RankEnv(0, 0, 1, 1, "127.0.0.1", 0, 0, False))
+def _common_options(part: argparse.ArgumentParser, precisions: tuple[str, ...]) -> None:
+    part.add_argument("--shape", help="target shape: qwen3-8b, qwen3-14b, tiny or a config.json")
+    part.add_argument("--context", type=int, help="context tokens of a row")
+    part.add_argument("--precision", default="bf16", choices=precisions)
+    part.add_argument("--steps", type=int, help="measured steps, after a warm-up")
+    part.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
+    part.add_argument("--warm", action="store_true", help="use the compile cache of the environment")
+    part.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
+
+
+def _device(requested: str) -> str:
+    """The kind of device; this process sees only one GPU from here on. Before torch is imported."""
+    device = choose_device(requested, False, gpu_uuids(os.environ), RankEnv(0, 0, 1, 1, "127.0.0.1", 0, 0, False))
     if device.uuid:
         os.environ["CUDA_VISIBLE_DEVICES"] = device.uuid
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
-    with _compile_cache(chosen.warm):
-        from launcher.bench_drafter import BenchOptions, bench_drafter
-        from models.dflash import DFlashConfig
-        from models.target_random import shape_config
+    return device.kind
 
-        shape, context, anchors, steps = DEFAULTS[device.kind]
-        try:
-            target = shape_config(chosen.shape or shape)
-            config = DFlashConfig.from_target(
-                target,
-                layers=chosen.layers,
-                block_size=chosen.block_size,
-                mask_token_id=target.vocab_size - 1,
-            )
-            options = BenchOptions(
-                config,
-                chosen.context or context,
-                chosen.anchors or anchors,
-                chosen.precision,
-                chosen.sharded,
-                chosen.steps or steps,
-                device.kind,
-            )
-            return {"shape": chosen.shape or shape} | bench_drafter(options)
-        except ValueError as error:
-            raise UserError(f"bench drafter: {error}") from error
+
+def _drafter(chosen: Any, device: str) -> dict[str, Any]:
+    from launcher.bench_drafter import BenchOptions, bench_drafter
+    from models.dflash import DFlashConfig
+    from models.target_random import shape_config
+
+    shape, context, anchors, steps = DEFAULTS[device]
+    target = shape_config(chosen.shape or shape)
+    config = DFlashConfig.from_target(
+        target,
+        layers=chosen.layers,
+        block_size=chosen.block_size,
+        mask_token_id=target.vocab_size - 1,
+    )
+    options = BenchOptions(
+        config,
+        chosen.context or context,
+        chosen.anchors or anchors,
+        chosen.precision,
+        chosen.sharded,
+        chosen.steps or steps,
+        device,
+    )
+    return {"shape": chosen.shape or shape} | bench_drafter(options)
+
+
+def _target(chosen: Any, device: str) -> dict[str, Any]:
+    from launcher.bench_target import TargetOptions, bench_target
+    from models.target_random import shape_config
+
+    shape, context, _, steps = DEFAULTS[device]
+    options = TargetOptions(
+        shape_config(chosen.shape or shape),
+        chosen.context or context,
+        chosen.documents,
+        chosen.taps,
+        chosen.attention,
+        chosen.precision,
+        chosen.steps or steps,
+        device,
+    )
+    return {"shape": chosen.shape or shape} | bench_target(options)
+
+
+def _target_table(report: dict[str, Any]) -> str:
+    from launcher.bench_target import target_table
+
+    return target_table(report)
 
 
 def _compile_cache(warm: bool) -> AbstractContextManager[Any]:

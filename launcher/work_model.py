@@ -1,4 +1,4 @@
-"""How much work a drafter step must do, in floating-point operations and bytes, part by part. No torch.
+"""How much work a drafter step and a target's forward are, in operations and bytes, and what GPUs can do. No torch.
 
 Counted per row of S context tokens and N blocks of B tokens: a multiply-add is two operations, a weight is used once
 forward and twice backward (once where no gradient flows on: features and the frozen head), nothing is recomputed, and
@@ -9,14 +9,33 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-# Dense bfloat16 and float8 TFLOP/s and memory TB/s of the datasheets.
-DATASHEETS = {
-    "H200": (989.0, 1979.0, 4.8),
-    "H100": (989.0, 1979.0, 3.35),
-    "A100": (312.0, 312.0, 2.0),
-    "L40S": (362.0, 733.0, 0.86),
-    "RTX 4090": (165.0, 330.0, 1.0),
-}
+
+@dataclass(frozen=True)
+class Gpu:
+    """A datasheet: dense TFLOP/s, memory, and bytes per second one way to the GPUs of a node and to other nodes."""
+
+    name: str
+    bf16_tflops: float
+    float8_tflops: float
+    memory_tbs: float
+    memory_gb: float
+    link_gbs: float
+    """NVLink, or PCIe where there is none."""
+    network_gbs: float = 50.0
+    """Of the network card that a GPU usually has to itself."""
+
+    def tflops(self, precision: str) -> float:
+        return self.float8_tflops if precision == "float8" else self.bf16_tflops
+
+
+GPUS = (
+    Gpu("B200", 2250.0, 4500.0, 8.0, 180.0, 900.0),
+    Gpu("H200", 989.0, 1979.0, 4.8, 141.0, 450.0),
+    Gpu("H100", 989.0, 1979.0, 3.35, 80.0, 450.0),
+    Gpu("A100", 312.0, 312.0, 2.0, 80.0, 300.0, 25.0),
+    Gpu("L40S", 362.0, 733.0, 0.86, 48.0, 32.0, 25.0),
+    Gpu("RTX 4090", 165.0, 330.0, 1.0, 24.0, 32.0, 12.5),
+)
 
 
 @dataclass(frozen=True)
@@ -63,14 +82,63 @@ def step_work(shape: StepShape) -> Work:
     return Work(forward + attention, head, backward + 2.5 * attention, fuse + shape.layers * layer)
 
 
+@dataclass(frozen=True)
+class PrefillShape:
+    """Sizes of a target's decoder, `layers` of which run."""
+
+    hidden: int
+    intermediate: int
+    layers: int
+    query_width: int
+    key_width: int
+
+
+def prefill_work(shape: PrefillShape, tokens: int, visible: float) -> float:
+    """Operations of a target's layers over `tokens`, each of which sees `visible` keys on average; no head."""
+    projections = 2 * shape.hidden * (shape.query_width + shape.key_width)
+    layer = projections + 3 * shape.hidden * shape.intermediate
+    return tokens * shape.layers * (2 * layer + 4 * visible * shape.query_width)
+
+
 def update_bytes(parameters: int, compute_bytes: int = 2) -> int:
     """Least bytes of AdamW with float32 masters: gradient in, master and two moments in and out, working copy out."""
     return parameters * (2 * compute_bytes + 3 * 8)
 
 
+@dataclass(frozen=True)
+class TargetShape:
+    """Sizes of a target as far as it runs: `layers` up to the last tapped one."""
+
+    layers: int
+    hidden: int
+    intermediate: int
+    query_width: int
+    key_width: int
+    vocabulary: int
+    experts: int = 1
+    experts_per_token: int = 1
+
+    @property
+    def parameters(self) -> int:
+        """Weights held: the embedding and all layers, every expert of them."""
+        return self.vocabulary * self.hidden + self.layers * self._layer(self.experts)
+
+    def operations(self, context: int, visible: float) -> float:
+        """Operations of a row of `context` tokens that see `visible` keys on average."""
+        attention = 4 * visible * self.query_width
+        return context * self.layers * (2 * self._layer(self.experts_per_token) + attention)
+
+    def _layer(self, experts: int) -> int:
+        attention = 2 * self.hidden * (self.query_width + self.key_width)
+        return attention + 3 * self.hidden * self.intermediate * experts
+
+
+def find_gpu(name: str) -> Gpu | None:
+    """The datasheet of a GPU by any name that holds the model's, if it is known."""
+    return next((gpu for gpu in GPUS if gpu.name.lower() in name.lower().replace("-", " ")), None)
+
+
 def datasheet(gpu: str, precision: str) -> float | None:
     """Datasheet TFLOP/s of a GPU's dense matrix units, if it is known."""
-    for name, (bf16, float8, _) in DATASHEETS.items():
-        if name in gpu:
-            return float8 if precision == "float8" else bf16
-    return None
+    sheet = find_gpu(gpu)
+    return None if sheet is None else sheet.tflops(precision)

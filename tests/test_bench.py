@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from launcher.bench import main, table
+from launcher.bench_target import target_table
 from launcher.errors import UserError
-from launcher.work_model import StepShape, datasheet, step_work, update_bytes
+from launcher.work_model import PrefillShape, StepShape, datasheet, prefill_work, step_work, update_bytes
 
 QWEN3_8B = StepShape(
     context=3072,
@@ -55,8 +56,32 @@ def test_drafter_bench_runs_on_cpu(flags: list[str], capsys: pytest.CaptureFixtu
     assert "rows/s" in table(report)
 
 
+@pytest.mark.parametrize("attention", ["flex", "sdpa"])
+def test_target_bench_runs_on_cpu(attention: str, capsys: pytest.CaptureFixture[str]) -> None:
+    torch.set_num_threads(1)
+    words = ["target", "--device", "cpu", "--context", "96", "--steps", "2", "--json", "--warm", "--taps", "2"]
+    assert main([*words, "--precision", "float32", "--attention", attention]) == 0
+    report = json.loads(capsys.readouterr().out.splitlines()[-1])
+    ways = ["stock eager", "ours eager", "ours compiled"]
+    assert list(report["parts_ms"]) == list(report["floor_ms"]) == list(report["part_tflops"]) == ways
+    assert report["layers"] == {"stock eager": 8, "ours eager": 6, "ours compiled": 6}
+    assert report["tokens_per_s"] == pytest.approx(96e3 / report["parts_ms"]["ours compiled"], rel=0.01)
+    assert 0 <= report["feature_error"] < 1e-4
+    assert all(way in target_table(report) for way in ways)
+
+
+def test_work_of_the_8b_target_is_two_operations_a_weight_and_token() -> None:
+    shape = PrefillShape(hidden=4096, intermediate=12288, layers=36, query_width=4096, key_width=1024)
+    weights = 8.19e9 - 2 * 151936 * 4096  # all but the embedding and the head
+    assert prefill_work(shape, 3072, 0.0) == pytest.approx(2 * weights * 3072, rel=2e-3)
+    attention = prefill_work(shape, 3072, 1536.5) - prefill_work(shape, 3072, 0.0)
+    assert attention == pytest.approx(36 * 2 * 3072**2 * 4096, rel=1e-3)
+
+
 def test_mistakes_are_one_line() -> None:
     with pytest.raises(UserError, match="no shape"):
         main(["drafter", "--device", "cpu", "--shape", "nothing"])
+    with pytest.raises(UserError, match="bench target: .*no shape"):
+        main(["target", "--device", "cpu", "--shape", "nothing"])
     with pytest.raises(UserError, match="invalid int value"):
         main(["drafter", "--context", "many"])
