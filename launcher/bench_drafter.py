@@ -14,8 +14,9 @@ from torch.distributed import DeviceMesh
 from launcher.bench_timing import Marks, copy_rate, matmul_rate
 from launcher.config import TrainConfig
 from launcher.drafter_step import DrafterStep
+from launcher.plan_shapes import step_shape
 from launcher.step_optimizers import DTYPES
-from launcher.work_model import StepShape, datasheet, step_work, update_bytes
+from launcher.work_model import datasheet, step_work, update_bytes
 from models.attention import choose_backend
 from models.dflash import DFlashConfig, DFlashDrafter
 from models.draft_step import BlockInputs, DraftForward, FrozenEnds, RowBatch
@@ -83,7 +84,7 @@ def bench_drafter(options: BenchOptions) -> dict[str, Any]:
             _run(step, batch, marks, number)
         *parts, whole = marks.medians()
         peak = torch.cuda.max_memory_allocated() if cuda else 0
-        visible = _visible(step, batch, options)
+        visible = _visible(step, batch)
     finally:
         dist.destroy_process_group()
     return _report(options, dict(zip(PARTS, parts, strict=True)), whole, visible, rate, bandwidth, first, peak)
@@ -134,10 +135,10 @@ def _run(step: DrafterStep, batch: RowBatch, marks: Marks, number: int) -> None:
     marks.mark()
 
 
-def _visible(step: DrafterStep, batch: RowBatch, options: BenchOptions) -> float:
-    """Mean keys that a block token sees: context before its anchor, and its block."""
+def _visible(step: DrafterStep, batch: RowBatch) -> float:
+    """Mean context tokens that a block token sees: those of its document before its anchor."""
     low_N, high_N = context_bounds(DraftForward.block_inputs(step.forward, batch).anchors, batch.doc)
-    return float((high_N - low_N).float().mean()) + options.config.block_size
+    return float((high_N - low_N).float().mean())
 
 
 def _finish(device: str) -> None:
@@ -156,21 +157,7 @@ def _report(
     peak: int,
 ) -> dict[str, Any]:
     config = options.config
-    work = step_work(
-        StepShape(
-            context=options.context,
-            anchors=options.anchors,
-            block_size=config.block_size,
-            hidden=config.hidden_size,
-            intermediate=config.intermediate_size,
-            layers=config.num_layers,
-            query_width=config.num_heads * config.head_dim,
-            key_width=config.num_kv_heads * config.head_dim,
-            vocabulary=config.vocab_size,
-            taps=len(config.target_layer_ids),
-            visible=visible,
-        )
-    )
+    work = step_work(step_shape(config, options.context, options.anchors, visible))
     operations = {"forward": work.forward, "head+loss": work.head, "backward": work.backward}
     floors = {name: count / rate * 1e3 for name, count in operations.items()}
     floors |= {

@@ -24,7 +24,8 @@ COMMANDS = {
     "doctor": "check this machine and say what to mend",
     "fingerprint": "print, compare or lock the build that compiles the kernels",
     "cache": "list, verify, export, import or prune compile caches",
-    "bench": "measure the drafter step, the target, the transfer",
+    "bench": "measure the drafter step, the transfer, the pipeline",
+    "plan": "predict rates, memory and traffic of a run on other GPUs",
     "soak": "many short runs with seeded random faults",
 }
 # Short flags for the options that people look for; each is one dotted key.

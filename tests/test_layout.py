@@ -26,6 +26,8 @@ TORCH_FREE = (
     "launcher.cache_command",
     "launcher.environment",
     "launcher.doctor",
+    "launcher.balance",
+    "launcher.plan",
 )
 HEAVY = {"torch", "transformers", "datasets", "accelerate", "matplotlib"}
 # Who may import the roles and the words of the command line.

@@ -1,0 +1,224 @@
+"""What a run on given GPUs should reach, from the cost model: rates, memory and traffic of every split. No torch.
+
+Shares of the datasheet are fitted to one H200 (torch 2.11, Qwen3-8B shape): the drafter's step in bf16 and float8, its
+update, FSDP2 over one rank, and the prefill of a target in plain transformers; `tests/test_plan.py` holds the model to
+those and to shapes that it was not fitted to. What comes over a network has not been measured.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from launcher.balance import Rates, possible_splits
+from launcher.plan_shapes import RunShape
+from launcher.step_memory import StateBytes, step_bound
+from launcher.topology import Split
+from launcher.work_model import Gpu, update_bytes
+
+# Shares of the datasheet's rates that were reached.
+COMPUTE_SHARE = {"bf16": 0.60, "float32": 0.60, "float8": 0.41}
+TARGET_SHARE = 0.44
+UPDATE_SHARE = 0.73
+# Of a link: an all-reduce over NVLink moves 301 of 450 GB/s.
+LINK_SHARE = 0.67
+# FSDP2's casts and copies around its collectives, by parameter and step (10.8 ms for 1.05 B parameters).
+SHARDING_BYTES = 36
+# A ring collective passes every rank once: seconds a hop, in a node and between nodes.
+HOP_SECONDS, NETWORK_HOP_SECONDS = 3e-6, 12e-6
+# The control store answers this many requests a second (measured on two CPU cores), and a row takes about this many.
+STORE_REQUESTS, REQUESTS_PER_ROW = 40_000, 12
+COMPUTE_BYTES = 2
+# A doubling that brings less than this is where scaling ends.
+DOUBLING = 1.5
+ALLOCATOR_BYTES = 1 << 30  # CUDA context and libraries
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """What FSDP2 moves in one optimizer step, per rank, and what of it no compute hides. Seconds and bytes."""
+
+    gather_bytes: float = 0.0
+    reduce_bytes: float = 0.0
+    gather: float = 0.0
+    reduce: float = 0.0
+    exposed: float = 0.0
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """One split of a node, on a number of nodes."""
+
+    split: Split
+    nodes: int
+    rates: Rates
+    exchange: Exchange
+    target_memory: float
+    drafter_memory: float
+    row_bytes: int
+    tokens_per_row: int
+    rows_per_step: int
+
+    @property
+    def target_rows(self) -> float:
+        """Rows per second that all targets can make."""
+        return self.rates.of_targets(self.split) * self.nodes
+
+    @property
+    def drafter_rows(self) -> float:
+        """Rows per second that all drafters can take."""
+        return self.rates.of_drafters(self.split) * self.nodes
+
+    @property
+    def store_rows(self) -> float:
+        """Rows per second for which the control store has answers."""
+        return STORE_REQUESTS / REQUESTS_PER_ROW
+
+    @property
+    def rows(self) -> float:
+        return min(self.target_rows, self.drafter_rows, self.store_rows)
+
+    @property
+    def tokens(self) -> float:
+        return self.rows * self.tokens_per_row
+
+    @property
+    def transfer_bytes(self) -> float:
+        """Bytes per second that a target sends."""
+        return self.rows * self.row_bytes / (self.split.targets * self.nodes)
+
+    def fits(self, gpu: Gpu) -> bool:
+        """Whether both roles fit a GPU's memory."""
+        return max(self.target_memory, self.drafter_memory) <= gpu.memory_gb * 1e9
+
+    @property
+    def bound(self) -> str:
+        """What keeps the run from being faster."""
+        slowest = min(
+            (self.store_rows, "control store"), (self.target_rows, "targets"), (self.drafter_rows, "drafters")
+        )
+        return slowest[1]
+
+
+def predict(shape: RunShape, gpu: Gpu, split: Split, nodes: int) -> Prediction:
+    """Rates, memory and traffic of a split."""
+    drafters = split.drafters * nodes
+    exchange = fsdp_exchange(shape, gpu, split.drafters, nodes)
+    return Prediction(
+        split,
+        nodes,
+        Rates(target_seconds(shape, gpu, split.target_tp), drafter_seconds(shape, gpu, drafters, exchange)),
+        exchange,
+        target_memory(shape, split.target_tp),
+        drafter_memory(shape, drafters),
+        shape.row_bytes,
+        shape.context,
+        shape.accumulation * drafters,
+    )
+
+
+def predictions(shape: RunShape, gpu: Gpu, ranks: int, nodes: int, target_tp: int) -> list[Prediction]:
+    """Every split of a node's ranks, those that fit the memory first, then by rows."""
+    found = [predict(shape, gpu, split, nodes) for split in possible_splits(ranks, target_tp)]
+    return sorted(found, key=lambda prediction: (not prediction.fits(gpu), -prediction.rows))
+
+
+def target_seconds(shape: RunShape, gpu: Gpu, target_tp: int = 1) -> float:
+    """Seconds of a row's forward; tensor parallel ranks share it evenly, what they exchange is not counted."""
+    rate = gpu.bf16_tflops * 1e12 * TARGET_SHARE * target_tp
+    return shape.target.operations(shape.context, shape.visible) / rate
+
+
+def drafter_seconds(shape: RunShape, gpu: Gpu, drafters: int, exchange: Exchange) -> float:
+    """Seconds of a row: all its draws, and its share of the update and of what FSDP2 does not hide."""
+    return (
+        micro_batch_seconds(shape, gpu) * shape.draws
+        + (update_seconds(shape, gpu, drafters, sharded=drafters > 1) + exchange.exposed) / shape.accumulation
+    )
+
+
+def micro_batch_seconds(shape: RunShape, gpu: Gpu) -> float:
+    return shape.work.total / _compute_rate(shape, gpu)
+
+
+def update_seconds(shape: RunShape, gpu: Gpu, drafters: int, sharded: bool) -> float:
+    """AdamW over this rank's shard, and FSDP2's copies of the whole where it is sharded."""
+    parameters = shape.work.parameters
+    copies = SHARDING_BYTES * parameters * sharded
+    return (update_bytes(parameters // drafters) + copies) / (gpu.memory_tbs * 1e12 * UPDATE_SHARE)
+
+
+def fsdp_exchange(shape: RunShape, gpu: Gpu, drafters_per_node: int, nodes: int) -> Exchange:
+    """Weights gathered once a step (bf16) behind forward, gradients reduced once (float32) behind the last backward."""
+    drafters = drafters_per_node * nodes
+    if drafters == 1:
+        return Exchange()
+    # Rings leave a node through every drafter's own network card.
+    bandwidth = min(gpu.link_gbs, drafters_per_node * gpu.network_gbs) if nodes > 1 else gpu.link_gbs
+    hop = NETWORK_HOP_SECONDS if nodes > 1 else HOP_SECONDS
+    groups = shape.drafter.num_layers + 1
+    moved = shape.work.parameters * (drafters - 1) / drafters
+    gather_bytes, reduce_bytes = 2 * moved, 4 * moved
+    latency = groups * (drafters - 1) * hop
+    gather, reduce = (latency + size / (bandwidth * 1e9 * LINK_SHARE) for size in (gather_bytes, reduce_bytes))
+    rate = _compute_rate(shape, gpu)
+    # The first group's gather and the last one's reduction have nothing to hide behind.
+    hidden = min(gather * (1 - 1 / groups), shape.work.forward / rate) + min(
+        reduce * (1 - 1 / groups), shape.work.backward / rate
+    )
+    return Exchange(gather_bytes, reduce_bytes, gather, reduce, gather + reduce - hidden)
+
+
+def target_memory(shape: RunShape, target_tp: int = 1) -> float:
+    """Bytes of a target's rank: weights, the rows it holds ready, and one layer's activations."""
+    target = shape.target
+    activations = shape.context * COMPUTE_BYTES * (3 * target.intermediate + 4 * target.hidden)
+    rows = shape.rows_in_flight * shape.row_bytes
+    return target.parameters * COMPUTE_BYTES / target_tp + rows + activations + ALLOCATOR_BYTES
+
+
+def drafter_memory(shape: RunShape, drafters: int) -> float:
+    """Bytes of a drafter's rank at the peak of its step."""
+    parameters, drafter = shape.work.parameters, shape.drafter
+    accumulating = shape.accumulation * shape.draws > 1
+    # FSDP2 keeps float32 masters and moments in shards and gathers working copies; one rank keeps everything.
+    if drafters > 1:
+        kept, state = 12 * parameters / drafters, StateBytes(parameters * (2 + 4 * accumulating), 4 * parameters)
+    else:
+        kept, state = 14 * parameters, StateBytes(4 * parameters * accumulating, 2 * parameters)
+    ends = (1 if shape.tied else 2) * drafter.vocab_size * drafter.hidden_size * COMPUTE_BYTES
+    step = step_bound(drafter, shape.anchors, shape.context, COMPUTE_BYTES, state, drafter.vocab_size)
+    return kept + ends + 3 * shape.row_bytes + step + ALLOCATOR_BYTES
+
+
+def _compute_rate(shape: RunShape, gpu: Gpu) -> float:
+    return gpu.tflops(shape.precision) * 1e12 * COMPUTE_SHARE[shape.precision]
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """How rows per second grow with nodes that use the best split each: (nodes, prediction), doubling."""
+
+    steps: list[Prediction]
+
+    @property
+    def end(self) -> Prediction | None:
+        """Where doubling the nodes brings less than half of what it should; None if that is not reached."""
+        pairs = zip(self.steps, self.steps[1:], strict=False)
+        return next((before for before, after in pairs if after.rows < DOUBLING * before.rows), None)
+
+    def reason(self, end: Prediction, gpu: Gpu) -> str:
+        """Why doubling `end` brings little."""
+        after = next(step for step in self.steps if step.nodes == 2 * end.nodes)
+        if after.bound == "control store":
+            return f"the control store on the first node answers {STORE_REQUESTS:,} requests a second"
+        grown = 1e3 * (after.exchange.exposed - end.exchange.exposed)
+        return (
+            f"FSDP2 moves {after.exchange.gather_bytes / 1e9:.1f} and {after.exchange.reduce_bytes / 1e9:.1f} GB a step"
+            f" over {gpu.network_gbs:.0f} GB/s cards, {grown:.0f} ms more than compute hides"
+        )
+
+
+def scaling(shape: RunShape, gpu: Gpu, ranks: int, target_tp: int, most_nodes: int = 512) -> Scaling:
+    """The best split on 1, 2, 4, ... nodes."""
+    counts = [2**power for power in range(most_nodes.bit_length()) if 2**power <= most_nodes]
+    return Scaling([predictions(shape, gpu, ranks, nodes, target_tp)[0] for nodes in counts])
