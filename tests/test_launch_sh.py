@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 
 from launcher.requirements import missing, release, requirements, satisfied
+from tests.rank_processes import wait_for
 
 ROOT = Path(__file__).resolve().parent.parent
 # A Python that answers launch.sh. `$0.has` holds the sets it satisfies; every call goes into $CALLS.
@@ -22,7 +26,9 @@ case "$*" in
 *"requirements.py list"*) for set in "${@:3}"; do echo "wheel-$set"; done ;;
 *"requirements.py layers"*) [ -z "$LAYER" ] || echo "$LAYER" ;;
 *"-m venv"*) mkdir -p "$3/bin"; cp "$0" "$3/bin/python"; : > "$3/bin/python.has" ;;
-*"-m pip install"*) [ -z "$PIP_FAILS" ] || exit 1; printf '%s\\n' "$@" | sed -n 's/^wheel-//p' >> "$0.has" ;;
+*"-m pip install"*)
+    [ -z "$SLOW" ] || { sleep 60 & touch "$SLOW"; wait; }
+    [ -z "$PIP_FAILS" ] || exit 1; printf '%s\\n' "$@" | sed -n 's/^wheel-//p' >> "$0.has" ;;
 *version_info*) exit "$OLD" ;;
 *sysconfig*) dirname "$0" ;;
 *version*torch*) grep -qx torch "$0.has" ;;
@@ -46,7 +52,20 @@ class Clone:
         self.python.parent.mkdir(parents=True)
         self.python.write_text(FAKE)
         self.python.chmod(0o755)
-        for tool in ("bash", "dirname", "basename", "date", "grep", "sed", "mkdir", "cp", "flock", "mktemp"):
+        for tool in (
+            "bash",
+            "dirname",
+            "basename",
+            "date",
+            "grep",
+            "sed",
+            "mkdir",
+            "cp",
+            "flock",
+            "mktemp",
+            "sleep",
+            "touch",
+        ):
             (self.python.parent / tool).symlink_to(shutil.which(tool) or "")
         self.has("")
 
@@ -56,9 +75,17 @@ class Clone:
 
     def launch(self, *args: str, **environment: str) -> subprocess.CompletedProcess[str]:
         self.calls_file.write_text("")
+        with self.start(*args, **environment) as started:
+            out, err = started.communicate(timeout=30)
+        return subprocess.CompletedProcess(started.args, started.returncode, out, err)
+
+    def start(self, *args: str, **environment: str) -> subprocess.Popen[str]:
+        """As `launch`, not waited for."""
         told = {"PATH": str(self.python.parent), "CALLS": str(self.calls_file), "OLD": "0", "HOME": "/nonexistent"}
         command = [str(self.folder / "launch.sh"), *args]
-        return subprocess.run(command, capture_output=True, text=True, env=told | environment, timeout=30)
+        return subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=told | environment
+        )
 
     def pip_calls(self) -> list[str]:
         return [line for line in self.calls_file.read_text().splitlines() if "-m pip" in line]
@@ -143,6 +170,45 @@ def test_failures_name_the_cause(clone: Clone) -> None:
     old = clone.launch(OLD="1")
     assert old.returncode == 78
     assert "no Python >= 3.11" in old.stderr
+
+
+@pytest.mark.parametrize(("sent", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_stop_during_set_up_ends_it_with_all_it_started(clone: Clone, sent: signal.Signals, code: int) -> None:
+    up = clone.folder / "up"
+    launched = clone.start(SLOW=str(up))
+    wait_for(up)
+    launched.send_signal(sent)
+    _, said = launched.communicate(timeout=20)
+    assert launched.returncode == code
+    assert "stopped during set-up" in said and "Terminated" not in said
+    assert [process for process in psutil.process_iter(["environ"]) if mentions(process, up)] == []
+
+
+def mentions(process: psutil.Process, path: Path) -> bool:
+    """Whether a live process was started with this path in its environment."""
+    return process.status() != psutil.STATUS_ZOMBIE and (process.info["environ"] or {}).get("SLOW") == str(path)
+
+
+def test_a_set_up_that_another_start_holds_is_waited_for_and_then_given_up(clone: Clone) -> None:
+    with Path(f"{clone.folder}/.venv.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        done = clone.launch(LAUNCH_LOCK_SECONDS="1")
+    assert done.returncode == 75
+    assert "waiting for another start that is filling .venv" in done.stderr
+    assert ".venv.lock" in done.stderr and "after 1 s" in done.stderr
+    assert clone.launch().returncode == 7, "free again"
+
+
+@pytest.mark.parametrize(("sent", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_stop_before_anything_has_started_is_silent(tmp_path: Path, sent: signal.Signals, code: int) -> None:
+    """launch.sh has handed over to main.py, which is still importing: held there by a pipe for its config."""
+    os.mkfifo(tmp_path / "config.toml")
+    command = [sys.executable, str(ROOT / "launcher/main.py"), "--config", str(tmp_path / "config.toml")]
+    started = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    with (tmp_path / "config.toml").open("w"):  # opens once main.py reads from the other end
+        started.send_signal(sent)
+        assert started.communicate(timeout=20) == ("", "")
+    assert started.returncode == code
 
 
 def test_ci_fails_when_no_test_ran(clone: Clone) -> None:
