@@ -54,7 +54,10 @@ def shard_drafter(drafter: DFlashDrafter, mesh: DeviceMesh, precision: str) -> N
 
 @dataclass(frozen=True)
 class StepResult:
-    """Numbers of one step, summed over ranks and micro-batches, still on the device until `read()`."""
+    """Numbers of one step, summed over ranks and micro-batches, still on the device until `read()`.
+
+    values: float32 [6 + 2B]: loss, weight, accepted, blocks, this rank's own loss, gradient norm, counts per offset.
+    """
 
     step: int
     lr: float
@@ -69,7 +72,7 @@ class StepResult:
         """
         if self.copied is not None:
             self.copied.synchronize()
-        loss, weight, accepted, blocks, norm, *rest = self.values.tolist()
+        loss, weight, accepted, blocks, own_loss, norm, *rest = self.values.tolist()
         correct, count = rest[: self.block_size], rest[self.block_size :]
         return {
             "loss": loss / max(weight, 1e-9),
@@ -80,6 +83,7 @@ class StepResult:
             "blocks": int(blocks),
             "supervised_tokens": int(sum(count)),
             "finite": math.isfinite(norm),
+            "own_loss_finite": math.isfinite(own_loss),
         }
 
 
@@ -129,10 +133,11 @@ class DrafterStep:
         """Divide, clip and apply the accumulated gradient. A non-finite one changes nothing on any rank."""
         assert self._sums is not None, "update without a micro-batch"
         sums, self._sums = self._sums, None
+        own_loss = sums[:1].clone()
         dist.all_reduce(sums, group=self._group)
         lr = learning_rate(step, self._total, self._config)
         norm = self._optimizer.step(lr, weight=sums[1] * self._scale, clip_norm=self._config.clip_norm)
-        values = torch.cat([sums[:4], norm[None], sums[4:]])
+        values = torch.cat([sums[:4], own_loss, norm[None], sums[4:]])
         block_size = self.drafter.config.block_size
         if values.device.type != "cuda":
             return StepResult(step, lr, values, block_size, None)

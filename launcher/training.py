@@ -13,10 +13,12 @@ import torch.distributed as dist
 
 from launcher import faults
 from launcher.acceptance import Acceptance, evaluation_steps, request_evaluation
+from launcher.bad_rows import find_bad_losses
 from launcher.balance import Balance
+from launcher.calibration import Calibration
 from launcher.checkpoint import Checkpointer
 from launcher.drafter_step import DrafterStep, StepResult
-from launcher.errors import ExitCode, LauncherError, StopRequested
+from launcher.errors import ExitCode, LauncherError, PeerFailed, StopRequested
 from launcher.journal import Progress, clock
 from launcher.meter import Meter, over_drafters
 from launcher.rank import Rank, compute_dtype, to_compute
@@ -25,6 +27,7 @@ from launcher.resume import count_steps, resume
 from launcher.row_layout import RowLayout
 from launcher.schedule import is_due
 from launcher.sinks import MetricsWriter, NoMetrics
+from launcher.topology import Split
 from launcher.transfer import RowReceiver
 from launcher.transports import make_transport
 from models.draft_step import RowBatch
@@ -59,6 +62,7 @@ class Training:
         self.pending: deque[StepResult] = deque()
         self.meter = Meter(rank.config.data.row_length, self.schedule.per_step, rank.torch_device)
         self.balance = Balance(rank.topology.split)
+        self.calibration = Calibration(rank, self.balance)
         self.bad_steps, self.started = 0, time.monotonic()
         self.acceptance: dict[int, Acceptance] = {}
 
@@ -80,10 +84,21 @@ class Training:
             if stop:
                 self.rank.control.set("ended", done)
                 raise StopRequested(ExitCode(stop))
+            if (better := self.calibration.better_split(schedule.last_step - done)) is not None:
+                return self._start_again(done, better)
             self._evaluate(done, evaluations)
         self._settle(0)
         self.metrics.close()
         return self._summary()
+
+    def _start_again(self, done: int, split: Split) -> str:
+        """Leave what was trained to an attempt with a better split."""
+        self._save(done, required=True)
+        self.receiver.drain(self.config.runtime.step_timeout)
+        self.calibration.ask(split)
+        self.rank.control.set("ended", done)
+        self.metrics.close()
+        return f"measured for {done - self.schedule.start_step} steps, going on as {split}"
 
     def _summary(self) -> str:
         steps, run_dir = self.schedule.last_step, self.config.runtime.run_dir
@@ -137,24 +152,28 @@ class Training:
             lap = over_drafters(self.meter.lap(), self.rank.groups.votes)
             self.balance.add(lap)
             metrics = result.read() | lap
-            self._judge(result.step, bool(metrics.pop("finite")))
+            self._judge(result.step, metrics.pop("finite"), metrics.pop("own_loss_finite"))
             done = result.step + 1
             self.metrics.write(done, metrics)
             if is_due(done, self.config.log.every, self.schedule.last_step):
                 self.rank.journal.announce(self.progress.line(done, metrics))
 
-    def _judge(self, step: int, finite: bool) -> None:
+    def _judge(self, step: int, finite: bool, own_finite: bool) -> None:
         """Count steps in a row without a finite gradient; the update left the weights alone on every rank."""
         self.bad_steps = 0 if finite else self.bad_steps + 1
         if finite:
             return
-        rows = f"micro-batches {self.schedule.position(step)}..{self.schedule.position(step + 1) - 1}"
-        if self.bad_steps > self.config.train.max_bad_steps:
+        bad = find_bad_losses(self.rank, own_finite, self.schedule.of_drafter(step, self.rank.role.index))
+        what = "; ".join(map(str, bad)) or "the gradient, of finite losses,"
+        if self.bad_steps <= self.config.train.max_bad_steps:
+            log.warning("step %d skipped: %s is not finite", step, what)
+        elif own_finite and bad:
+            raise PeerFailed(f"{what} was not finite")  # the ranks at fault say it
+        else:
             raise LauncherError(
-                f"the gradient was not finite in {self.bad_steps} steps in a row, last at step {step} ({rows})",
+                f"{what} was not finite at step {step}, the last of {self.bad_steps} such steps in a row",
                 "lower train.lr, or look at those rows",
             )
-        log.warning("step %d skipped: its gradient is not finite (%s)", step, rows)
 
     def _vote_stop(self) -> int:
         """The exit code of an agreed stop, 0 to go on. Every drafter takes part in every step."""

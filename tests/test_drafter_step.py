@@ -115,11 +115,18 @@ def skip_bad_step(rank: int, group: dist.ProcessGroup) -> dict[str, Any]:
     again = step.update(2).read()
     counts = {float(value) for name, value in step.state()["optimizer"].items() if name.endswith(".step")}
     unchanged = all(torch.equal(before[name], after[name]) for name in before)
-    return {"finite": [m["finite"] for m in (good, bad, again)], "unchanged": unchanged, "counts": counts}
+    return {
+        "finite": [m["finite"] for m in (good, bad, again)],
+        "own": bad["own_loss_finite"],
+        "unchanged": unchanged,
+        "counts": counts,
+    }
 
 
 def test_a_bad_number_on_one_rank_changes_nothing_on_any(tmp_path: Path) -> None:
-    for result in run_ranks(2, tmp_path, skip_bad_step):
+    for rank, result in enumerate(run_ranks(2, tmp_path, skip_bad_step)):
+        own = result.pop("own")
+        assert own == (rank == 1), "the rank at fault knows that it is"
         assert result == {"finite": [True, False, True], "unchanged": True, "counts": {2.0}}
 
 
