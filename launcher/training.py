@@ -152,7 +152,7 @@ class Training:
             lap = over_drafters(self.meter.lap(), self.rank.groups.votes)
             self.balance.add(lap)
             metrics = result.read() | lap
-            self._judge(result.step, metrics.pop("finite"), metrics.pop("own_loss_finite"))
+            self._judge(result.step, bool(metrics.pop("finite")), bool(metrics.pop("own_loss_finite")))
             done = result.step + 1
             self.metrics.write(done, metrics)
             if is_due(done, self.config.log.every, self.schedule.last_step):
