@@ -170,6 +170,8 @@ class RuntimeConfig(Section):
     """Seconds a rank may be silent (stopped, GIL held) before the others give it up."""
     grace: float = Field(30.0, gt=0)
     """Seconds from SIGTERM to the end, a last checkpoint included."""
+    gpu_wait: float = Field(60.0, ge=0)
+    """Seconds to wait at the start for GPUs that other processes hold, before the run is refused."""
     memory_interval: float = Field(1.0, gt=0)
     """Seconds between two memory samples."""
 
