@@ -20,8 +20,9 @@ from launcher.bench_timing import Marks, matmul_rate
 from launcher.step_optimizers import DTYPES
 from launcher.work_model import PrefillShape, datasheet, prefill_work
 from models.dflash import default_layer_ids
-from models.target import TappedTarget, cut_config, token_errors
+from models.target import TappedTarget, token_errors
 from models.target_random import RandomWeights
+from models.target_weights import cut_config
 
 WARM_UP = 3
 

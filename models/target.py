@@ -5,21 +5,20 @@ Notation: S row length, H hidden size, K tapped layers.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoModel, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from models.target_attention import NAME as PACKED_FLEX
 from models.target_attention import check_servable, packed_row, uncompiled_allowed
-from models.target_files import first_line, quiet_transformers
-from models.target_random import RandomWeights
+from models.target_parallel import load_shard
+from models.target_slices import TargetShard
+from models.target_weights import cut_config, load_config, load_model
 
 PROBE_LENGTH = 24
 PROBE_TOLERANCE = 0.1
@@ -156,8 +155,12 @@ def load_tapped_target(
     dtype: torch.dtype,
     device: torch.device | str,
     trust_remote_code: bool = False,
+    shard: TargetShard | None = None,
 ) -> TappedTarget:
     """Load the decoder layers up to the last tapped one; nothing above them, no head, is read.
+
+    Args:
+        shard: this rank's part of a target that several ranks share; all of them call this, and then run every row.
 
     Raises:
         ValueError: impossible layer ids, weights missing, or a model that cannot run packed rows.
@@ -167,40 +170,23 @@ def load_tapped_target(
     if len(set(layer_ids)) < len(layer_ids) or not all(0 <= layer_id < num_layers for layer_id in layer_ids):
         raise ValueError(f"target.layer_ids: {list(layer_ids)} are not distinct layers out of 0..{num_layers - 1}")
     cut = cut_config(config, max(layer_ids) + 1)
-    model = _load(AutoModel, folder, cut, dtype, device, trust_remote_code)
+    model = _load(AutoModel, folder, cut, dtype, device, trust_remote_code, shard)
     target = TappedTarget(model.get_decoder(), layer_ids)
     target.check_isolation()
     return target
 
 
 def load_full_target(
-    folder: Path, dtype: torch.dtype, device: torch.device | str, trust_remote_code: bool = False
+    folder: Path,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    trust_remote_code: bool = False,
+    shard: TargetShard | None = None,
 ) -> PreTrainedModel:
     """The whole causal LM with its head, frozen, for decoding."""
     config = load_config(folder, trust_remote_code)
-    return _load(AutoModelForCausalLM, folder, config, dtype, device, trust_remote_code).eval().requires_grad_(False)
-
-
-def load_config(folder: Path, trust_remote_code: bool = False) -> PreTrainedConfig:
-    """The model's config, from its folder only."""
-    try:
-        return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
-        raise ValueError(f"target.model: cannot read {folder}/config.json: {first_line(error)}") from error
-
-
-def cut_config(config: PreTrainedConfig, num_layers: int) -> PreTrainedConfig:
-    """A copy of `config` with only the first layers; settings listed per layer are cut to match."""
-    cut = copy.deepcopy(config)
-    text = cut.get_text_config(decoder=True)
-    if getattr(text, "num_kv_shared_layers", 0):
-        return cut  # which layers share keys is counted from the top, so this family cannot be cut
-    old = text.num_hidden_layers
-    for name, value in list(vars(text).items()):
-        if isinstance(value, list) and len(value) == old:
-            setattr(text, name, value[:num_layers])
-    text.num_hidden_layers = num_layers
-    return cut
+    model = _load(AutoModelForCausalLM, folder, config, dtype, device, trust_remote_code, shard)
+    return model.eval().requires_grad_(False)
 
 
 def decoder_layers(decoder: nn.Module) -> nn.ModuleList:
@@ -227,26 +213,8 @@ def _load(
     dtype: torch.dtype,
     device: torch.device | str,
     trust_remote_code: bool,
+    shard: TargetShard | None,
 ) -> PreTrainedModel:
-    if RandomWeights.marked(folder):
-        return RandomWeights.of(folder).build(auto_class, config, dtype, torch.device(device))
-    try:
-        with quiet_transformers():
-            model, info = auto_class.from_pretrained(
-                folder,
-                config=config,
-                dtype=dtype,
-                device_map={"": torch.device(device)},
-                use_safetensors=True,
-                trust_remote_code=trust_remote_code,
-                local_files_only=True,
-                output_loading_info=True,
-            )
-    except (OSError, ValueError, SafetensorError) as error:
-        raise ValueError(f"target.model: cannot load the weights in {folder}: {first_line(error)}") from error
-    # transformers fills what it does not find with random numbers: the loss then stalls at ln(V), without a word.
-    absent = sorted({*info["missing_keys"], *(str(key) for key in info["mismatched_keys"])})
-    absent += [name for name, parameter in model.named_parameters() if parameter.is_meta]
-    if absent:
-        raise ValueError(f"target.model: {len(absent)} weights are not in {folder}: {', '.join(absent[:5])}")
-    return model
+    if shard is None:
+        return load_model(auto_class, folder, config, dtype, device, trust_remote_code)
+    return load_shard(auto_class, folder, config, dtype, device, trust_remote_code, shard)

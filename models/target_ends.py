@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,8 +11,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from models.draft_step import FrozenEnds
-from models.target import load_config
 from models.target_random import RandomWeights
+from models.target_weights import load_config, tensor_files
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -90,15 +89,3 @@ def _read(folder: Path, name: str, shape: tuple[int, int], dtype: torch.dtype, d
         raise ValueError(f"target.model: {found[0]} is {list(weight.shape)}, expected {list(shape)}")
     # contiguous() of a slice at the start is a view that keeps the padding alive, hence clone()
     return (weight[:rows].clone() if weight.shape[0] > rows else weight).to(dtype)
-
-
-def tensor_files(folder: Path) -> dict[str, Path]:
-    """Each tensor of a safetensors folder, one file or sharded, and the file that holds it."""
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        return {key: folder / file for key, file in json.loads(index.read_text())["weight_map"].items()}
-    files: dict[str, Path] = {}
-    for path in sorted(folder.glob("*.safetensors")):
-        with safe_open(path, framework="pt") as file:
-            files |= dict.fromkeys(file.keys(), path)
-    return files
