@@ -122,6 +122,8 @@ class TrainConfig(Section):
 class TopologyConfig(Section):
     """Targets and drafters of one node."""
 
+    split: Literal["default", "auto"] = "default"
+    """auto: choose targets and drafters by measured rates, or by the cost model while there are none."""
     targets: int | None = Field(None, ge=1)
     """Targets per node; default: what is left beside the drafters, 5 of 8."""
     drafters: int | None = Field(None, ge=1)
@@ -235,6 +237,8 @@ class Config(Section):
             )
         if self.target.attention == "flex" and self.target.compile is False:
             raise ValueError("target.attention: flex must be compiled; set target.compile=true, or attention to sdpa")
+        if self.topology.split == "auto" and (self.topology.targets or self.topology.drafters):
+            raise ValueError("topology.split: auto chooses targets and drafters -> leave both out, or leave auto out")
         return self
 
 

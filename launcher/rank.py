@@ -22,9 +22,9 @@ from launcher.step_optimizers import DTYPES
 from launcher.topology import Role, Topology
 from models.dflash import DFlashConfig, default_layer_ids
 from models.draft_step import RowBatch
-from models.target import load_config
 from models.target_ends import default_mask_token_id
 from models.target_files import load_tokenizer, resolve_target
+from models.target_weights import load_config
 
 T = TypeVar("T")
 
@@ -44,6 +44,10 @@ class Rank:
     groups: Groups
     journal: Journal
     memory: MemoryWatcher
+    rates_folder: Path | None
+    """Where measured rates are kept; None beside a private compile cache."""
+    split_is_guess: bool
+    """Whether the split was chosen before anything was measured."""
 
     @property
     def torch_device(self) -> torch.device:

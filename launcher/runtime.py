@@ -53,6 +53,23 @@ class RankEnv:
     def nodes(self) -> int:
         return self.world_size // self.local_world_size
 
+    @property
+    def node(self) -> int:
+        return self.rank // self.local_world_size
+
+    def check_nodes(self, environ: MutableMapping[str, str] = os.environ) -> None:
+        """Refuse nodes of different sizes: every one of them sees another number of ranks than its share.
+
+        Raises:
+            UserError: names both numbers.
+        """
+        agents = int(environ.get("GROUP_WORLD_SIZE", self.nodes))
+        if agents * self.local_world_size != self.world_size:
+            raise UserError(
+                f"{agents} nodes with {self.world_size} ranks in all, but {self.local_world_size} of them on this one",
+                "start every node with the same --nproc",
+            )
+
 
 @dataclass(frozen=True)
 class Device:

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from launcher.cli import Command
+from launcher.cli import Command, parse
 from launcher.compile_cache import private_folder
 from launcher.config import Config
 from launcher.console import Tee
@@ -21,8 +21,10 @@ from launcher.errors import ExitCode
 from launcher.fallback_status import fallback_status, own_lines
 from launcher.fingerprint import collect
 from launcher.outcome import SUPERVISED
+from launcher.preflight import check_checkpoint, wait_for_gpus
 from launcher.run_folder import ATTEMPT_VARIABLE, lock_run, open_attempt
 from launcher.runtime import RankEnv, choose_device, gpu_uuids
+from launcher.split_choice import flags_of_another_start
 from launcher.status import FILE_NAME, Status, final_box, read_status, write_status
 from launcher.topology import resolve_split
 from launcher.torchrun import Torchrun
@@ -43,17 +45,30 @@ def supervise(command: Command, worker: Path = MAIN) -> int:
         worker: the script that every rank runs.
 
     Raises:
-        UserError: the run cannot start as asked: its split, its GPUs, a run folder in use, a changed environment.
+        UserError: the run cannot start as asked: its split, its GPUs, a run folder in use, a changed environment, no
+            usable checkpoint.
+        RetryableError: other processes hold its GPUs.
     """
     run_dir = command.config.runtime.run_dir
     ranks = choose_ranks(command.config, command.nproc, gpu_uuids())
     with lock_run(run_dir):
+        check_checkpoint(command.config)
         check_environment(run_dir, collect(), command.strict_environment, command.config_file)
-        ended: list[Status] = []
-        while not ended or may_restart(ended, command.max_restarts):
-            ended.append(run_attempt(command, ranks, worker, restarts=len(ended)))
-    code = ended[-1].code
-    return ExitCode.UNCLASSIFIED if code is None else code
+        status = run_attempts(command, ranks, worker)
+        while flags := flags_of_another_start(run_dir / "logs"):
+            status = run_attempts(parse([*command.args, *flags]), ranks, worker)
+    return ExitCode.UNCLASSIFIED if status.code is None else status.code
+
+
+def run_attempts(command: Command, ranks: int, worker: Path) -> Status:
+    """One attempt, and as many more as a failure allows; the last one's status."""
+    ended: list[Status] = []
+    runtime = command.config.runtime
+    gpus = [] if runtime.device == "cpu" or runtime.share_gpus else gpu_uuids()[:ranks]
+    while not ended or may_restart(ended, command.max_restarts):
+        wait_for_gpus(gpus, runtime.gpu_wait, say)
+        ended.append(run_attempt(command, ranks, worker, restarts=len(ended)))
+    return ended[-1]
 
 
 def run_attempt(command: Command, ranks: int, worker: Path, restarts: int) -> Status:
@@ -85,6 +100,11 @@ def run_attempt(command: Command, ranks: int, worker: Path, restarts: int) -> St
     shutil.copyfile(run_dir / FILE_NAME, attempt / FILE_NAME)
     shutil.rmtree(private_folder(str(attempt)), ignore_errors=True)
     return status
+
+
+def say(text: str) -> None:
+    """A line of the parent's own while it has no attempt whose console it could keep."""
+    print(text, file=sys.stderr, flush=True)
 
 
 def choose_ranks(config: Config, asked: int | None, gpus: Sequence[str]) -> int:

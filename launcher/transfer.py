@@ -182,6 +182,13 @@ class RowReceiver:
         self._paces.append(RowPace(row.header["busy"], row.header["idle"], ready))
         return self._layout.batch(index, row.slot.buffer)
 
+    def drain(self, timeout: float) -> None:
+        """Let the rows that were asked for arrive, to be dropped: a message half received would hold up the end."""
+        for row in self._coming:
+            self._lifecycle.wait_until(row.arrival.ready, f"the bytes of row {row.index}", timeout)
+            row.arrival.finish()
+        self._coming.clear()
+
     def paces(self) -> list[RowPace]:
         """How the rows taken since the last call came about."""
         paces, self._paces = self._paces, []

@@ -20,7 +20,8 @@ from launcher.fingerprint import Fingerprint, collect
 from launcher.run_folder import ATTEMPT_VARIABLE, lock_run, make_run_dir, open_attempt
 from launcher.runtime import Device, RankEnv, connect, join_groups, prepare_environment, set_threads
 from launcher.signal_inbox import catch_signals
-from launcher.topology import Topology, build_topology, resolve_split
+from launcher.split_choice import Choice, agree_on_split, choose_split, load_rates
+from launcher.topology import Topology, build_topology
 
 if TYPE_CHECKING:
     from launcher.control import Control
@@ -42,6 +43,8 @@ class Start:
     device: Device
     fingerprint: Fingerprint
     notices: tuple[str, ...]
+    choice: Choice
+    rates_folder: Path | None
 
 
 def run_rank(command: Command) -> NoReturn:
@@ -53,6 +56,7 @@ def run_rank(command: Command) -> NoReturn:
         try:
             start = prepare(stack, command, env)
             control = connect(env, command.config.runtime.init_timeout)
+            start = agree(start, control)
             attempt_dir = find_attempt(stack, start, control)
         except LauncherError as error:
             refuse(error, speaks=env.local_rank == 0)
@@ -61,8 +65,7 @@ def run_rank(command: Command) -> NoReturn:
 
 def prepare(stack: ExitStack, command: Command, env: RankEnv) -> Start:
     """Everything that must be settled before torch is imported: roles, device, cache folder, environment."""
-    asked = command.config.topology
-    split = resolve_split(env.local_world_size, asked.targets, asked.drafters, asked.target_tp)
+    env.check_nodes()
     device = prepare_environment(command.config, env)
     config = for_device(command.config, device.kind)
     make_run_dir(config.runtime.run_dir)
@@ -72,13 +75,22 @@ def prepare(stack: ExitStack, command: Command, env: RankEnv) -> Start:
     os.environ.update(cache.environment)
     if env.local_rank == 0:
         stack.callback(cache.close)
-    settled = replace(command, config=config)
-    return Start(settled, env, build_topology(split, env.nodes), device, fingerprint, tuple(cache.notices))
+    rates_folder = None if cache.private else cache.folder
+    choice = choose_split(config, env.local_world_size, load_rates(rates_folder, config), fingerprint.get("gpu"))
+    settled, topology = replace(command, config=config), build_topology(choice.split, env.nodes)
+    return Start(settled, env, topology, device, fingerprint, tuple(cache.notices), choice, rates_folder)
+
+
+def agree(start: Start, control: Control) -> Start:
+    """The same split on every rank of every node."""
+    env, timeout = start.env, start.command.config.runtime.init_timeout
+    choice = agree_on_split(start.choice, control, env.rank, env.node, timeout)
+    return replace(start, choice=choice, topology=build_topology(choice.split, env.nodes))
 
 
 def find_attempt(stack: ExitStack, start: Start, control: Control) -> Path:
-    """The folder of this attempt: launch.sh's, or the next one, made by the first rank of the run."""
-    run_dir, config_file = start.command.config.runtime.run_dir, start.command.config_file
+    """The folder of this attempt on this node: launch.sh's, or the next one, made by the node's first rank."""
+    key, run_dir, config_file = attempt_key(start.env), start.command.config.runtime.run_dir, start.command.config_file
     given = os.environ.get(ATTEMPT_VARIABLE)
     if start.env.local_rank == 0:
         try:
@@ -88,16 +100,20 @@ def find_attempt(stack: ExitStack, start: Start, control: Control) -> Path:
             strict = start.command.strict_environment
             changes = record_environment(run_dir, folder, start.fingerprint, strict, config_file)
         except LauncherError:
-            control.set("attempt", None)
+            control.set(key, None)
             raise
-        control.set("attempt", {"folder": str(folder), "notices": [*start.notices, *changes]})
+        control.set(key, {"folder": str(folder), "notices": [*start.notices, *changes]})
     deadline = time.monotonic() + start.command.config.runtime.init_timeout
-    while not control.has("attempt") and time.monotonic() < deadline:
+    while not control.has(key) and time.monotonic() < deadline:
         time.sleep(0.02)
-    attempt = control.get("attempt")
+    attempt = control.get(key)
     if attempt is None:
         raise LauncherError("the first rank did not open the run folder", "see its message")
     return Path(attempt["folder"])
+
+
+def attempt_key(env: RankEnv) -> str:
+    return f"attempt/{env.node}"
 
 
 def refuse(error: LauncherError, speaks: bool) -> NoReturn:
@@ -135,8 +151,10 @@ def join(
     """Process groups and the memory watcher: what a rank needs beside the others."""
     env, device, topology, runtime = start.env, start.device, start.topology, start.command.config.runtime
     role = topology.roles[env.rank]
-    for notice in control.get("attempt")["notices"]:
+    for notice in control.get(attempt_key(env))["notices"]:
         journal.announce(notice)
+    if start.choice.why:
+        journal.announce(start.choice.why)
     journal.announce(f"run folder {runtime.run_dir}, {topology.split} on {device.kind}, logs in {attempt_dir}")
     with lifecycle.phase("init", runtime.init_timeout):
         set_threads(device, env)
@@ -153,7 +171,19 @@ def join(
     )
     stack.enter_context(memory)
     return Rank(
-        start.command.config, env, role, topology, device, attempt_dir, control, lifecycle, groups, journal, memory
+        start.command.config,
+        env,
+        role,
+        topology,
+        device,
+        attempt_dir,
+        control,
+        lifecycle,
+        groups,
+        journal,
+        memory,
+        start.rates_folder,
+        start.choice.guessed,
     )
 
 

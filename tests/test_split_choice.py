@@ -1,0 +1,166 @@
+"""`topology.split = auto`: what is chosen from what is known, agreed on by all ranks, and started again if wrong."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from launcher.balance import WARM_UP_STEPS, Balance, Rates, best_split
+from launcher.calibration import CALIBRATION_STEPS, Calibration
+from launcher.cli import parse
+from launcher.config import Config, for_device
+from launcher.control import Control
+from launcher.errors import ConfigError, LauncherError, UserError
+from launcher.outcome import SUPERVISED
+from launcher.split_choice import (
+    RATES_FILE,
+    Choice,
+    agree_on_split,
+    ask_for_another_start,
+    choose_split,
+    flags_of_another_start,
+    guess_rates,
+    load_rates,
+    save_rates,
+)
+from launcher.topology import Split, default_split
+from launcher.trial import run_trial
+
+RATES = Rates(0.035, 0.118)
+
+
+def auto(*flags: str) -> Config:
+    return for_device(parse(["--preset=tiny", "--topology.split=auto", *flags]).config, "cpu")
+
+
+@pytest.mark.parametrize("ranks", range(2, 18))
+def test_measured_rates_decide_for_any_number_of_ranks(ranks: int) -> None:
+    choice = choose_split(auto(), ranks, RATES, None)
+    assert choice.split == best_split(ranks, RATES) and not choice.guessed
+    assert choice.why.startswith("topology.split=auto, measured: target 35 ms/row, drafter 118 ms/row: ")
+    guess = choose_split(auto(), ranks, None, None)
+    assert guess.guessed and guess.split.ranks == ranks and "nothing measured yet" in guess.why
+
+
+def test_the_reason_names_the_usual_split_too() -> None:
+    assert choose_split(auto(), 8, RATES, None).why.endswith("2t+6d gives 50.8 rows/s, 5t+3d would give 25.4")
+
+
+def test_without_auto_the_flags_decide() -> None:
+    config = parse(["--preset=tiny", "--topology.targets=6"]).config
+    assert choose_split(config, 8, RATES, None) == Choice(Split(6, 2))
+    with pytest.raises(UserError, match="5t"):
+        choose_split(parse(["--preset=tiny", "--topology.targets=5", "--topology.drafters=5"]).config, 8, RATES, None)
+
+
+@pytest.mark.parametrize("flag", ["--topology.targets=1", "--topology.drafters=1"])
+def test_auto_and_a_number_are_refused_together(flag: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        auto(flag)
+    assert len(caught.value.problems) == 1 and "auto chooses targets and drafters" in caught.value.problems[0]
+
+
+def test_too_few_ranks_are_refused() -> None:
+    with pytest.raises(UserError, match="1 rank cannot hold"):
+        choose_split(auto(), 1, RATES, None)
+    with pytest.raises(UserError, match="start at least 5 ranks"):
+        choose_split(auto("--topology.target_tp=4"), 4, None, None)
+
+
+def test_the_guess_is_the_cost_models_and_needs_a_known_shape(tmp_path: Path) -> None:
+    big = guess_rates(parse(["--preset=qwen3-8b", "--target.model=random:qwen3-8b"]).config, "NVIDIA H200 sm_90")
+    assert big is not None and big.target == pytest.approx(0.099, rel=0.02)
+    (tmp_path / "unknown").mkdir()
+    unknown = auto(f"--target.model={tmp_path / 'unknown'}")
+    assert guess_rates(unknown, None) is None
+    choice = choose_split(unknown, 8, None, None)
+    assert choice.split == default_split(8) and choice.guessed and "not known yet" in choice.why
+
+
+def test_rates_are_kept_by_what_they_depend_on(tmp_path: Path) -> None:
+    save_rates(tmp_path, auto(), RATES)
+    save_rates(tmp_path, auto("--train.draws_per_row=4"), Rates(1, 2))
+    assert load_rates(tmp_path, auto()) == RATES
+    assert load_rates(tmp_path, auto("--train.draws_per_row=4")) == Rates(1, 2)
+    assert load_rates(tmp_path, auto("--train.accumulation=2")) is None
+    assert load_rates(None, auto()) is None and load_rates(tmp_path / "absent", auto()) is None
+    for spoiled in ("{", "[]", '{"accumulation=1 draws=1 target_tp=1": 3}'):
+        (tmp_path / RATES_FILE).write_text(spoiled)
+        assert load_rates(tmp_path, auto()) is None
+    save_rates(tmp_path, auto(), RATES)
+    assert load_rates(tmp_path, auto()) == RATES
+
+
+def test_all_ranks_take_the_first_ones_choice() -> None:
+    control = Control("127.0.0.1", 0, "test", serve=True)
+    first, other = Choice(Split(2, 6), "measured: ...", False), Choice(Split(5, 3), "guessed", True)
+    with pytest.raises(LauncherError, match="first rank to choose a split"):
+        agree_on_split(other, control, rank=8, node=1, timeout=0.1)
+    assert agree_on_split(first, control, rank=0, node=0, timeout=1) == first
+    assert agree_on_split(other, control, rank=8, node=1, timeout=1) == first
+    with pytest.raises(UserError, match="node 1 was started as 5t.3d, the first one as 2t.6d"):
+        agree_on_split(Choice(Split(5, 3)), control, rank=8, node=1, timeout=1)
+
+
+def test_another_start_is_asked_for_in_flags(tmp_path: Path) -> None:
+    assert flags_of_another_start(tmp_path) == []
+    ask_for_another_start(tmp_path, Split(2, 6))
+    again = parse(["--preset=tiny", "--topology.split=auto", "--resume=none", *flags_of_another_start(tmp_path)]).config
+    assert choose_split(again, 8, RATES, None) == Choice(Split(2, 6)) and again.runtime.resume == "auto"
+
+
+class Rank(SimpleNamespace):
+    """What a calibration sees of its rank."""
+
+    def __init__(self, folder: Path, guess: bool, leads: bool = True) -> None:
+        self.lines: list[str] = []
+        split = Split(5, 3)
+        super().__init__(
+            config=auto(),
+            topology=SimpleNamespace(split=split, nodes=1),
+            leads_drafters=leads,
+            rates_folder=folder,
+            split_is_guess=guess,
+            attempt_dir=folder,
+            journal=SimpleNamespace(announce=self.lines.append),
+        )
+
+
+@pytest.mark.parametrize("supervised", [True, False])
+@pytest.mark.parametrize("guess", [True, False])
+def test_calibration_looks_once_and_only_launch_sh_can_start_again(
+    guess: bool, supervised: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(SUPERVISED, "1") if supervised else monkeypatch.delenv(SUPERVISED, raising=False)
+    rank, balance = Rank(tmp_path, guess), Balance(Split(5, 3))
+    calibration = Calibration(cast(Any, rank), balance)
+    lap = {"target_row_seconds": 0.035, "drafter_row_seconds": 0.118, "data_wait": 0.0, "target_wait": 0.5}
+    found = []
+    for _ in range(WARM_UP_STEPS + CALIBRATION_STEPS + 3):
+        balance.add(lap)
+        found.append(calibration.better_split(steps_left=10))
+    looked = WARM_UP_STEPS + CALIBRATION_STEPS - 1
+    assert found[looked] == (Split(2, 6) if guess and supervised else None)
+    assert found[:looked] + found[looked + 1 :] == [None] * (looked + 3)
+    assert load_rates(tmp_path, rank.config) == RATES
+    assert [line.rpartition("; ")[2] for line in rank.lines] == (
+        [] if not guess else ["saving, then starting again with it" if supervised else "the next start will use it"]
+    )
+
+
+def test_a_wrong_guess_is_measured_and_the_run_goes_on_with_a_better_split(tmp_path: Path) -> None:
+    """The guess is 2t+1d; the fault makes every step of rank 2, the drafter, ten times as long."""
+    flags = ["--preset=tiny", "--device=cpu", "--data.row_length=512", "--train.anchors=4", "--nproc=3"]
+    flags += ["--topology.split=auto", "--max-steps=22", "--log-every=50", "--checkpoint.every=0"]
+    environment = {"TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(tmp_path)}
+    slow = {"LAUNCHER_FAULT": "slow=0.4@step:2"}
+    trial = run_trial(flags, tmp_path / "run", environment | slow, limit=240)
+    assert trial.code == 0 and trial.broken() == [], trial.console
+    for words in ("nothing measured yet", "2t+1d on cpu", "going on as 1t+2d", "1t+2d on cpu", "resumed from"):
+        assert words in trial.console, f"{words} is not in\n{trial.console}"
+    assert [entry["step"] for entry in trial.metrics] == list(range(1, 23))
+    again = run_trial([*flags, "--dry-run"], tmp_path / "other", environment, limit=120)
+    assert "topology.split=auto, measured: target" in again.console and "1t+2d on cpu" in again.console
