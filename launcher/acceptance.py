@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from launcher.config import EvalConfig
 from launcher.rank import Models, Rank, user_input
 from launcher.schedule import Schedule, is_due
+from launcher.target_team import TargetTeam
 from models.decode import speculative_generate
 from models.export import export_drafter, load_drafter
 from models.target import load_full_target
@@ -77,35 +78,42 @@ def request_evaluation(rank: Rank, step: int, drafter_step: DrafterStep) -> Acce
     return Acceptance(sum(accepted) / max(1, len(accepted)), len(accepted), sum(accepted), len(prompts))
 
 
-def answer_evaluation(rank: Rank, step: int, models: Models, prompts: list[list[int]]) -> None:
+def answer_evaluation(rank: Rank, step: int, models: Models, prompts: list[list[int]], team: TargetTeam) -> None:
     """Targets: decode this target's share of the prompts with the exported drafter of `step`."""
-    timeout = rank.config.runtime.eval_timeout
+    timeout, what = rank.config.runtime.eval_timeout, f"the drafter's export of step {step}"
 
     def ended() -> bool:
         return rank.control.has("ended") or rank.lifecycle.stop_code is not None
 
+    def exported() -> bool:
+        rank.lifecycle.wait_until(lambda: rank.control.has(f"eval/{step}") or ended(), what, timeout, 0.05)
+        return not ended()
+
     with rank.lifecycle.phase("eval", timeout, defer_stop=True):
-        rank.lifecycle.wait_until(
-            lambda: rank.control.has(f"eval/{step}") or ended(), f"the drafter's export of step {step}", timeout, 0.05
-        )
-        if ended():
+        if not team.agree(exported, f"see {what}", timeout):
             return
         share = prompts[rank.role.index :: rank.topology.target_count]
         folder = Path(rank.control.get(f"eval/{step}"))
-        rank.control.set(f"eval/{step}/{rank.role.index}", decode_prompts(rank, folder, models, share))
+        accepted = decode_prompts(rank, folder, models, share, team)
+        if team.leads:
+            rank.control.set(f"eval/{step}/{rank.role.index}", accepted)
 
 
-def decode_prompts(rank: Rank, export: Path, models: Models, prompts: list[list[int]]) -> list[list[int]]:
-    """Tokens gained per target step, for each prompt."""
+def decode_prompts(
+    rank: Rank, export: Path, models: Models, prompts: list[list[int]], team: TargetTeam
+) -> list[list[int]]:
+    """Tokens gained per target step, for each prompt; the ranks of a target decode the same ones together."""
     config, device, dtype = rank.config, rank.torch_device, models.layout.dtype
+    trust = config.target.trust_remote_code
     if not prompts:
         return []
-    model = user_input(lambda: load_full_target(models.folder, dtype, device, config.target.trust_remote_code))
-    ends = user_input(lambda: load_frozen_ends(models.folder, dtype, device, config.target.trust_remote_code))
+    model = user_input(lambda: load_full_target(models.folder, dtype, device, trust, team.shard))
+    ends = user_input(lambda: load_frozen_ends(models.folder, dtype, device, trust))
     drafter = load_drafter(export, dtype, device)
+    team.meet("load the whole target", config.runtime.eval_timeout)
     accepted = []
     for prompt in prompts:
-        if rank.lifecycle.stop_code is not None:
+        if not team.agree(lambda: rank.lifecycle.stop_code is None, "take a prompt", config.runtime.eval_timeout):
             break
         rank.lifecycle.check()
         result = speculative_generate(model, drafter, ends, prompt, config.eval.max_new_tokens, stop_ids(models, model))

@@ -160,6 +160,7 @@ class Groups:
 
     rows: carries feature rows (NCCL, or gloo). drafters: gradients and shards. votes, saves: gloo among the drafters,
     for agreements and for checkpoints written beside training. solo: this drafter alone, for its turn at the gate.
+    target: the ranks that share this rank's target, where there are several.
     """
 
     rows: ProcessGroup
@@ -168,6 +169,7 @@ class Groups:
     votes: ProcessGroup | None = None
     saves: ProcessGroup | None = None
     solo: ProcessGroup | None = None
+    target: ProcessGroup | None = None
 
 
 def connect(env: RankEnv, timeout: float) -> Control:
@@ -201,10 +203,20 @@ def join_groups(
     rows = _new_group(backend=backend, timeout=limit)
     drafters = _new_group(ranks, backend=backend, timeout=limit)
     votes, saves = (_new_group(ranks, backend="gloo", timeout=limit) for _ in range(2))
+    target = _target_group(topology, env.rank, backend, limit)
     if env.rank not in ranks:
-        return Groups(rows, backend)
+        return Groups(rows, backend, target=target)
     solo = _new_group([env.rank], backend=backend, timeout=limit, use_local_synchronization=True)
     return Groups(rows, backend, drafters, votes, saves, solo)
+
+
+def _target_group(topology: Topology, rank: int, backend: str, limit: timedelta) -> ProcessGroup | None:
+    """The group of the ranks that share a target with this one; every rank takes part in making all of them."""
+    if topology.split.target_tp == 1:
+        return None
+    members = [topology.target_group(index) for index in range(topology.target_count)]
+    groups = [_new_group(list(ranks), backend=backend, timeout=limit) for ranks in members]
+    return next((group for ranks, group in zip(members, groups, strict=True) if rank in ranks), None)
 
 
 def _new_group(ranks: list[int] | None = None, **options: Any) -> ProcessGroup:

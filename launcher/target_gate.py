@@ -7,12 +7,13 @@ mask, uncompiled), counts the fused attention kernels on a GPU, and shows that a
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
 
 import torch
 from torch._dynamo.utils import counters
 
-from launcher.barrier import OrderedTurns
+from launcher.barrier import Turn
 from launcher.compile_gate import ADVICE, cache_counts
 from launcher.compile_proof import ProofError, launches, watch_step
 from launcher.compile_report import Stopwatch, TurnReport
@@ -49,7 +50,7 @@ class TargetProof:
 
 def pass_target_gate(
     rank: int,
-    turns: OrderedTurns,
+    turn_of: AbstractContextManager[Turn],
     target: TappedTarget,
     run_row: Callable[[], RowBatch],
     announce: Callable[[str], None],
@@ -57,7 +58,8 @@ def pass_target_gate(
     """Take this target's turn.
 
     Args:
-        rank: the rank that holds the turn.
+        rank: this rank.
+        turn_of: the target's turn, waited for when it is entered.
         target: not compiled yet.
         run_row: runs the target on the same row each time it is called.
         announce: gets a line for the console.
@@ -69,7 +71,7 @@ def pass_target_gate(
     with target.stock_attention():
         expected = run_row()
     watch.lap("stock")
-    with turns.turn(rank) as turn:
+    with turn_of as turn:
         watch.lap("wait")
         counters.clear()
         target.compile_layers()

@@ -15,6 +15,7 @@ from launcher.rank import Models, Rank, agree_schedule, describe_models, user_in
 from launcher.recompiles import explain_recompiles, forbid_recompiles
 from launcher.schedule import Schedule
 from launcher.target_gate import pass_target_gate
+from launcher.target_team import SharedRows, TargetTeam
 from launcher.transfer import RowSender
 from launcher.transports import make_transport
 from models.draft_step import RowBatch
@@ -29,8 +30,9 @@ def run_target(rank: Rank, drafter_turns: OrderedTurns, target_turns: OrderedTur
         models = describe_models(config)
         rows = open_rows(rank, models)
         prompts = eval_prompts(config.data, models.tokenizer, config.eval.prompts) if config.eval.prompts else []
-        target = user_input(lambda: _load(rank, models))
-    producer = RowProducer(rank, models, rows, target)
+        team = TargetTeam(rank)
+        target = user_input(lambda: _load(rank, models, team))
+    producer = RowProducer(rank, models, rows, target, team)
     if config.target.compile:
         producer.compile(target_turns)
     with rank.lifecycle.phase("gate", drafter_turns.limit):
@@ -43,7 +45,7 @@ def run_target(rank: Rank, drafter_turns: OrderedTurns, target_turns: OrderedTur
         rank.lifecycle.step = step
         if step in evaluations:
             producer.drain()
-            answer_evaluation(rank, step, models, prompts)
+            answer_evaluation(rank, step, models, prompts, team)
         if step == schedule.last_step or not producer.produce(schedule, step):
             break
     producer.drain()
@@ -60,7 +62,7 @@ def open_rows(rank: Rank, models: Models) -> PackedRows:
     return rows
 
 
-def _load(rank: Rank, models: Models) -> TappedTarget:
+def _load(rank: Rank, models: Models, team: TargetTeam) -> TappedTarget:
     chosen = rank.config.target
     target = load_tapped_target(
         models.folder,
@@ -68,12 +70,15 @@ def _load(rank: Rank, models: Models) -> TappedTarget:
         models.layout.dtype,
         rank.torch_device,
         chosen.trust_remote_code,
+        team.shard,
+        lambda: team.meet("load their weights", rank.config.runtime.load_timeout),
     )
     if chosen.attention == "flex":
         target.use_packed_attention()
     how = "compiled" if chosen.compile else "not compiled"
     rank.journal.announce(
-        f"target attention: {chosen.attention} on {rank.torch_device.type}, {how}", rank.role.index == 0
+        f"target attention: {chosen.attention} on {rank.torch_device.type}, {how}",
+        every_rank=rank.role.rank == rank.topology.target_ranks[0],
     )
     return target
 
@@ -81,20 +86,18 @@ def _load(rank: Rank, models: Models) -> TappedTarget:
 class RowProducer:
     """Rows in, features out, up to `topology.rows_in_flight` rows ahead of the drafters."""
 
-    def __init__(self, rank: Rank, models: Models, rows: PackedRows, target: TappedTarget) -> None:
-        self._rank, self._layout, self._rows, self._target = rank, models.layout, rows, target
+    def __init__(self, rank: Rank, models: Models, rows: PackedRows, target: TappedTarget, team: TargetTeam) -> None:
+        self._rank, self._layout, self._rows, self._target, self._team = rank, models.layout, rows, target, team
         runtime = rank.config.runtime
         # A drafter that saves, or takes its first step, asks for no rows meanwhile.
         self._patience = 3 * runtime.step_timeout + runtime.save_timeout
-        transport = make_transport(rank.groups.rows_backend, rank.groups.rows, rank.torch_device, runtime.step_timeout)
-        self._sender = RowSender(
-            models.layout,
-            rank.config.topology.rows_in_flight,
-            rank.torch_device,
-            transport,
-            rank.control,
-            rank.lifecycle,
-        )
+        self._sender = self._make_sender() if team.leads else SharedRows(self._layout.buffer(rank.torch_device))
+
+    def _make_sender(self) -> RowSender:
+        rank, timeout = self._rank, self._rank.config.runtime.step_timeout
+        transport = make_transport(rank.groups.rows_backend, rank.groups.rows, rank.torch_device, timeout)
+        slots = rank.config.topology.rows_in_flight
+        return RowSender(self._layout, slots, rank.torch_device, transport, rank.control, rank.lifecycle)
 
     def compile(self, turns: OrderedTurns) -> None:
         """Pass the gate by running the first row as training will; from then on a recompile is an error."""
@@ -105,20 +108,26 @@ class RowProducer:
             return self._layout.batch(0, buffer)
 
         rank = self._rank
-        announce = partial(rank.journal.announce, every_rank=True)
-        pass_target_gate(rank.role.rank, turns, self._target, run_row, announce)
+        announce = partial(rank.journal.announce, every_rank=self._team.leads)
+        pass_target_gate(rank.role.rank, self._team.turn(turns), self._target, run_row, announce)
         forbid_recompiles(rank.config.compile.on_recompile)
 
     def produce(self, schedule: Schedule, step: int) -> bool:
         """This target's rows of one step; False when the run stops."""
         with self._rank.lifecycle.phase("step", self._patience, defer_stop=True):
             for index, drafter_rank in schedule.of_target(self._rank.role.index, step):
-                buffer = self._sender.slot(self._ended, self._patience)
+                buffer = self._buffer(index)
                 if buffer is None:
                     return False
                 header = self._fill(buffer, index)
                 self._sender.offer(index, drafter_rank, buffer, header)
         return True
+
+    def _buffer(self, index: int) -> Tensor | None:
+        """A buffer on every rank of this target, or None on all of them: the run stops."""
+        buffer = self._sender.slot(self._ended, self._patience)
+        going = self._team.agree(lambda: buffer is not None, f"go on with row {index}", self._patience)
+        return buffer if going else None
 
     def drain(self) -> None:
         """Wait until the drafters have taken every row."""

@@ -74,12 +74,10 @@ class Topology:
     def target_ranks(self) -> tuple[int, ...]:
         return tuple(role.rank for role in self.roles if role.name == "target")
 
-    def ranks_by_node(self, name: RoleName) -> tuple[tuple[int, ...], ...]:
-        """Ranks of a role, node by node."""
-        return tuple(
-            tuple(role.rank for role in self.roles if role.name == name and role.node == node)
-            for node in range(self.nodes)
-        )
+    def leaders_by_node(self, name: RoleName) -> tuple[tuple[int, ...], ...]:
+        """The ranks that take turns, node by node: all drafters, or the first rank of each target."""
+        leaders = [role for role in self.roles if role.name == name and role.tp_rank == 0]
+        return tuple(tuple(role.rank for role in leaders if role.node == node) for node in range(self.nodes))
 
     def target_group(self, index: int) -> tuple[int, ...]:
         """Ranks of target `index`, its leader (tp_rank 0) first."""

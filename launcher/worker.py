@@ -195,7 +195,7 @@ def play_role(rank: Rank) -> str:
     drafter_turns, target_turns = (
         OrderedTurns(
             name,
-            rank.topology.ranks_by_node(name),
+            rank.topology.leaders_by_node(name),
             compiling.turns,
             compiling.turn_timeout,
             rank.control,

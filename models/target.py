@@ -5,7 +5,7 @@ Notation: S row length, H hidden size, K tapped layers.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -156,11 +156,13 @@ def load_tapped_target(
     device: torch.device | str,
     trust_remote_code: bool = False,
     shard: TargetShard | None = None,
+    before_probe: Callable[[], object] = lambda: None,
 ) -> TappedTarget:
     """Load the decoder layers up to the last tapped one; nothing above them, no head, is read.
 
     Args:
         shard: this rank's part of a target that several ranks share; all of them call this, and then run every row.
+        before_probe: called once the weights are there, before the first forward.
 
     Raises:
         ValueError: impossible layer ids, weights missing, or a model that cannot run packed rows.
@@ -172,6 +174,7 @@ def load_tapped_target(
     cut = cut_config(config, max(layer_ids) + 1)
     model = _load(AutoModel, folder, cut, dtype, device, trust_remote_code, shard)
     target = TappedTarget(model.get_decoder(), layer_ids)
+    before_probe()
     target.check_isolation()
     return target
 

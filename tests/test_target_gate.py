@@ -39,7 +39,7 @@ def take_turn(target: TappedTarget, console: list[str]) -> TurnReport:
     def run_row() -> RowBatch:
         return RowBatch(0, target(ids, doc, positions), ids, torch.ones_like(ids).bool(), doc, positions)
 
-    return pass_target_gate(0, turns, target, run_row, console.append)
+    return pass_target_gate(0, turns.turn(0), target, run_row, console.append)
 
 
 def test_a_good_turn_is_proved(target: TappedTarget) -> None:
