@@ -2,6 +2,8 @@
 
 ./launch.sh bench drafter [--shape qwen3-8b] [--context 3072] [--anchors 512] [--precision float8] [--json]
 ./launch.sh bench target [--shape qwen3-8b] [--context 3072] [--documents 3] [--json]
+./launch.sh bench transfer [--shape qwen3-8b] [--context 3072] [--share-gpus] [--json]
+./launch.sh bench pipeline [--shape qwen3-8b] [--steps 200] [--share-gpus] [--json]
 
 On CPU a tiny shape runs by default. The first step is compiled from nothing, in a cache of its own, unless --warm.
 """
@@ -13,13 +15,20 @@ import json
 import os
 import tempfile
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+from launcher.bench_pipeline import PipelineOptions, bench_pipeline, pipeline_table
 from launcher.command_parser import CommandParser
 from launcher.errors import UserError
 from launcher.runtime import RankEnv, choose_device, gpu_uuids
 
+if TYPE_CHECKING:
+    from launcher.bench_alone import Alone
+    from launcher.config import Config
+
 DEFAULTS = {"cuda": ("qwen3-8b", 3072, 512, 20), "cpu": ("tiny", 256, 16, 5)}
+TRANSFERS, PIPELINE_STEPS = 50, 200
 
 
 def main(args: list[str]) -> int:
@@ -37,11 +46,26 @@ def main(args: list[str]) -> int:
     target.add_argument("--documents", type=int, default=3, help="documents of a row")
     target.add_argument("--taps", type=int, default=5, help="tapped layers")
     target.add_argument("--attention", default="flex", choices=("flex", "sdpa"))
+    transfer = parts.add_parser("transfer", help="rows from one rank to another, bare and behind compute")
+    _common_options(transfer, ("bf16", "float32"))
+    transfer.add_argument("--taps", type=int, default=5, help="tapped layers")
+    transfer.add_argument("--share-gpus", action="store_true", help="both ranks on one GPU")
+    pipeline = parts.add_parser("pipeline", help="one target and one drafter, against each of them alone")
+    _common_options(pipeline, ("bf16", "float32", "float8"))
+    pipeline.add_argument("--anchors", type=int, help="blocks of a row")
+    pipeline.add_argument("--layers", type=int, default=5, help="draft layers")
+    pipeline.add_argument("--block-size", type=int, default=16, help="tokens of a block")
+    pipeline.add_argument("--share-gpus", action="store_true", help="both ranks on one GPU")
     chosen = parser.parse_args(args)
-    measure, show = {"drafter": (_drafter, table), "target": (_target, _target_table)}[chosen.part]
+    measure, show = {
+        "drafter": (_drafter, table),
+        "target": (_target, _target_table),
+        "transfer": (_transfer, _transfer_table),
+        "pipeline": (_pipeline, pipeline_table),
+    }[chosen.part]
     with _compile_cache(chosen.warm):
         try:
-            report = measure(chosen, _device(chosen.device))
+            report = measure(chosen)
         except ValueError as error:
             raise UserError(f"bench {chosen.part}: {error}") from error
     print(json.dumps(report) if chosen.json else show(report))
@@ -67,7 +91,14 @@ def _device(requested: str) -> str:
     return device.kind
 
 
-def _drafter(chosen: Any, device: str) -> dict[str, Any]:
+def _two_devices(requested: str, shared: bool) -> str:
+    """The kind of device that two ranks will run on."""
+    env = RankEnv(0, 0, 2, 2, "127.0.0.1", 0, 0, False)
+    return choose_device(requested, shared, gpu_uuids(os.environ), env).kind
+
+
+def _drafter(chosen: Any) -> dict[str, Any]:
+    device = _device(chosen.device)
     from launcher.bench_drafter import BenchOptions, bench_drafter
     from models.dflash import DFlashConfig
     from models.target_random import shape_config
@@ -92,7 +123,8 @@ def _drafter(chosen: Any, device: str) -> dict[str, Any]:
     return {"shape": chosen.shape or shape} | bench_drafter(options)
 
 
-def _target(chosen: Any, device: str) -> dict[str, Any]:
+def _target(chosen: Any) -> dict[str, Any]:
+    device = _device(chosen.device)
     from launcher.bench_target import TargetOptions, bench_target
     from models.target_random import shape_config
 
@@ -114,6 +146,49 @@ def _target_table(report: dict[str, Any]) -> str:
     from launcher.bench_target import target_table
 
     return target_table(report)
+
+
+def _transfer(chosen: Any) -> dict[str, Any]:
+    device = _two_devices(chosen.device, chosen.share_gpus)
+    from launcher.bench_transfer import TransferOptions, bench_transfer
+    from models.shapes import find_shape
+
+    shape, context, _, _ = DEFAULTS[device]
+    width = chosen.taps * find_shape(f"random:{chosen.shape or shape}")["hidden_size"]
+    options = TransferOptions(chosen.context or context, width, chosen.steps or TRANSFERS, device, chosen.share_gpus)
+    return {"shape": chosen.shape or shape} | bench_transfer(options)
+
+
+def _transfer_table(report: dict[str, Any]) -> str:
+    from launcher.bench_transfer import transfer_table
+
+    return transfer_table(report)
+
+
+def _pipeline(chosen: Any) -> dict[str, Any]:
+    device = _two_devices(chosen.device, chosen.share_gpus)
+    shape, context, anchors, _ = DEFAULTS[device]
+    options = PipelineOptions(
+        chosen.shape or shape,
+        chosen.context or context,
+        chosen.anchors or anchors,
+        chosen.layers,
+        chosen.block_size,
+        chosen.precision,
+        chosen.steps or PIPELINE_STEPS,
+        device,
+        chosen.share_gpus,
+    )
+    with tempfile.TemporaryDirectory(prefix="dflash-launcher-bench-") as folder:
+        return bench_pipeline(options, Path(folder), _measure_alone)
+
+
+def _measure_alone(config: Config, rows: int) -> Alone:
+    """On one device of this process, which imports torch only now that the run has ended."""
+    _device(config.runtime.device)
+    from launcher.bench_alone import measure_alone
+
+    return measure_alone(config, rows)
 
 
 def _compile_cache(warm: bool) -> AbstractContextManager[Any]:

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from launcher.errors import LauncherError
+from launcher.packing import Row
 from models.draft_step import RowBatch
 
 # Odd multipliers make a checksum that sees swapped tokens; 64-bit products wrap alike in numpy and on every device.
@@ -54,6 +55,12 @@ class RowLayout:
     def loss_mask(self, buffer: torch.Tensor) -> torch.Tensor:
         """View [S] uint8."""
         return buffer[self.feature_bytes + 12 * self.row_length :]
+
+    def write(self, buffer: torch.Tensor, row: Row) -> None:
+        """Copy a packed row into a buffer, all but its features."""
+        ints = torch.stack([torch.as_tensor(part) for part in (row.ids, row.doc, row.positions)]).int()
+        self.ints(buffer).copy_(ints, non_blocking=True)
+        self.loss_mask(buffer).copy_(torch.as_tensor(row.loss_mask), non_blocking=True)
 
     def batch(self, index: int, buffer: torch.Tensor) -> RowBatch:
         """The micro-batch that a filled buffer holds; features stay views, the small parts are copies."""

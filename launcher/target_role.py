@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from functools import partial
 
-import torch
 from torch import Tensor
 
 from launcher import faults
@@ -136,9 +135,7 @@ class RowProducer:
 
     def _fill(self, buffer: Tensor, index: int) -> dict[str, object]:
         row = self._rows.row(row_order(len(self._rows), self._rank.config.train.seed, index))
-        ints = torch.stack([torch.as_tensor(part) for part in (row.ids, row.doc, row.positions)]).int()
-        self._layout.ints(buffer).copy_(ints, non_blocking=True)
-        self._layout.loss_mask(buffer).copy_(torch.as_tensor(row.loss_mask), non_blocking=True)
+        self._layout.write(buffer, row)
         batch = self._layout.batch(index, buffer)
         with explain_recompiles("the target"):
             self._target(batch.ids, batch.doc, batch.positions, out=batch.features)
