@@ -18,7 +18,7 @@ from transformers import AutoModel, PreTrainedConfig
 
 from launcher.bench_timing import Marks, matmul_rate
 from launcher.step_optimizers import DTYPES
-from launcher.work_model import PrefillShape, datasheet, prefill_work
+from launcher.work_model import TargetShape, datasheet
 from models.dflash import default_layer_ids
 from models.target import TappedTarget, token_errors
 from models.target_random import RandomWeights
@@ -142,9 +142,7 @@ def _report(
     error: float,
     visible: float,
 ) -> dict[str, Any]:
-    work = {
-        name: prefill_work(_shape(options.config, count), options.context, visible) for name, count in layers.items()
-    }
+    work = {name: _shape(options.config, count).operations(options.context, visible) for name, count in layers.items()}
     tflops = {name: work[name] / timing.ms / 1e9 for name, timing in timings.items()}
     gpu = torch.cuda.get_device_name() if options.device == "cuda" else "cpu"
     sheet, best = datasheet(gpu, options.precision), timings["ours compiled"]
@@ -174,15 +172,22 @@ def _report(
     }
 
 
-def _shape(config: PreTrainedConfig, layers: int) -> PrefillShape:
+def _shape(config: PreTrainedConfig, layers: int) -> TargetShape:
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return PrefillShape(
+    return TargetShape(
         hidden=config.hidden_size,
-        intermediate=config.intermediate_size,
+        intermediate=getattr(config, "moe_intermediate_size", None) or config.intermediate_size,
+        vocabulary=config.vocab_size,
+        experts=_experts(config) or 1,
+        experts_per_token=getattr(config, "num_experts_per_tok", None) or 1,
         layers=layers,
         query_width=config.num_attention_heads * head_dim,
         key_width=config.num_key_value_heads * head_dim,
     )
+
+
+def _experts(config: PreTrainedConfig) -> int | None:
+    return getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None)
 
 
 def target_table(report: dict[str, Any]) -> str:

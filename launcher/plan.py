@@ -14,7 +14,7 @@ from typing import Any
 from launcher.cli import parse
 from launcher.command_parser import CommandParser
 from launcher.errors import UserError
-from launcher.plan_model import Prediction, Scaling, predictions, scaling
+from launcher.plan_model import Prediction, Scaling, predictions, scaling, target_memory, target_ranks
 from launcher.plan_shapes import RunShape, run_shape
 from launcher.work_model import GPUS, Gpu, find_gpu
 
@@ -68,6 +68,7 @@ def as_json(shape: RunShape, gpu: Gpu, found: list[Prediction], growth: Scaling 
         "gpu": gpu.name,
         "gpus": found[0].split.ranks * found[0].nodes,
         "best": str(found[0].split),
+        "ranks_of_a_target": target_ranks(shape, gpu),
         "splits": [_numbers(prediction, gpu) for prediction in found],
         "scaling": [_numbers(prediction, gpu) for prediction in growth.steps] if growth else [],
         "stops_at_gpus": end.split.ranks * end.nodes if end else None,
@@ -105,6 +106,7 @@ def as_text(shape: RunShape, gpu: Gpu, found: list[Prediction], growth: Scaling 
         f"{'split':<12}{'rows/s':>9}{'tok/s':>12}{'targets':>9}{'drafters':>9}{'target GB':>11}{'drafter GB':>11}"
         f"{'rows/step':>11}  bound by",
         *(_line(prediction, gpu) for prediction in found[:SPLITS_SHOWN]),
+        _target_line(shape, gpu),
         f"features: {shape.row_bytes / 1e6:.0f} MB a row, {best.transfer_bytes / 1e9:.2f} GB/s from each target inside"
         f" its node (a link carries {gpu.link_gbs:.0f})",
         _exchange_line(best),
@@ -112,6 +114,14 @@ def as_text(shape: RunShape, gpu: Gpu, found: list[Prediction], growth: Scaling 
     if growth is not None:
         lines += [_growth_line(growth), _end_line(growth, gpu)]
     return "\n".join(lines)
+
+
+def _target_line(shape: RunShape, gpu: Gpu) -> str:
+    ranks, alone = target_ranks(shape, gpu), target_memory(shape) / 1e9
+    if ranks == 1:
+        return f"a target fits one {gpu.name} ({alone:.0f} of {gpu.memory_gb:.0f} GB)"
+    fix = "more ranks do not help" if ranks is None else f"set topology.target_tp={ranks}"
+    return f"a target needs {alone:.0f} GB, more than one {gpu.name} has ({gpu.memory_gb:.0f} GB): {fix}"
 
 
 def _line(prediction: Prediction, gpu: Gpu) -> str:

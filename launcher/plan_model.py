@@ -169,11 +169,20 @@ def fsdp_exchange(shape: RunShape, gpu: Gpu, drafters_per_node: int, nodes: int)
 
 
 def target_memory(shape: RunShape, target_tp: int = 1) -> float:
-    """Bytes of a target's rank: weights, the rows it holds ready, and one layer's activations."""
+    """Bytes of a target's rank: its share of the layers, the embedding, rows held ready, one layer's activations."""
     target = shape.target
     activations = shape.context * COMPUTE_BYTES * (3 * target.intermediate + 4 * target.hidden)
     rows = shape.rows_in_flight * shape.row_bytes
-    return target.parameters * COMPUTE_BYTES / target_tp + rows + activations + ALLOCATOR_BYTES
+    embedding = target.vocabulary * target.hidden
+    weights = embedding + (target.parameters - embedding) / target_tp
+    return weights * COMPUTE_BYTES + rows + activations + ALLOCATOR_BYTES
+
+
+def target_ranks(shape: RunShape, gpu: Gpu) -> int | None:
+    """The fewest ranks of this GPU that hold a target and divide its heads and widths; None: no number of them does."""
+    heads, kv_heads, width = shape.drafter.num_heads, shape.drafter.num_kv_heads, shape.target.intermediate
+    sizes = [size for size in range(1, kv_heads + 1) if not (heads % size or kv_heads % size or width % size)]
+    return next((size for size in sizes if target_memory(shape, size) <= gpu.memory_gb * 1e9), None)
 
 
 def drafter_memory(shape: RunShape, drafters: int) -> float:

@@ -10,15 +10,16 @@ from launcher import faults
 from launcher.acceptance import answer_evaluation, evaluation_steps
 from launcher.barrier import OrderedTurns
 from launcher.data import PackedRows, eval_prompts, prepare_rows, row_order
-from launcher.rank import Models, Rank, agree_schedule, describe_models, user_input
+from launcher.rank import Models, Rank, agree_schedule, describe_models
 from launcher.recompiles import explain_recompiles, forbid_recompiles
 from launcher.schedule import Schedule
 from launcher.target_gate import pass_target_gate
+from launcher.target_loading import load_target
 from launcher.target_team import SharedRows, TargetTeam
 from launcher.transfer import RowSender
 from launcher.transports import make_transport
 from models.draft_step import RowBatch
-from models.target import TappedTarget, load_tapped_target
+from models.target import TappedTarget
 from models.target_files import user_cache
 
 
@@ -30,7 +31,7 @@ def run_target(rank: Rank, drafter_turns: OrderedTurns, target_turns: OrderedTur
         rows = open_rows(rank, models)
         prompts = eval_prompts(config.data, models.tokenizer, config.eval.prompts) if config.eval.prompts else []
         team = TargetTeam(rank)
-        target = user_input(lambda: _load(rank, models, team))
+        target = load_target(rank, models, team)
     producer = RowProducer(rank, models, rows, target, team)
     if config.target.compile:
         producer.compile(target_turns)
@@ -59,27 +60,6 @@ def open_rows(rank: Rank, models: Models) -> PackedRows:
     rows = prepare_rows(rank.config.data, models.tokenizer, user_cache())
     rank.control.set(key, len(rows))
     return rows
-
-
-def _load(rank: Rank, models: Models, team: TargetTeam) -> TappedTarget:
-    chosen = rank.config.target
-    target = load_tapped_target(
-        models.folder,
-        models.drafter.target_layer_ids,
-        models.layout.dtype,
-        rank.torch_device,
-        chosen.trust_remote_code,
-        team.shard,
-        lambda: team.meet("load their weights", rank.config.runtime.load_timeout),
-    )
-    if chosen.attention == "flex":
-        target.use_packed_attention()
-    how = "compiled" if chosen.compile else "not compiled"
-    rank.journal.announce(
-        f"target attention: {chosen.attention} on {rank.torch_device.type}, {how}",
-        every_rank=rank.role.rank == rank.topology.target_ranks[0],
-    )
-    return target
 
 
 class RowProducer:

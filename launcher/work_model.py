@@ -82,24 +82,6 @@ def step_work(shape: StepShape) -> Work:
     return Work(forward + attention, head, backward + 2.5 * attention, fuse + shape.layers * layer)
 
 
-@dataclass(frozen=True)
-class PrefillShape:
-    """Sizes of a target's decoder, `layers` of which run."""
-
-    hidden: int
-    intermediate: int
-    layers: int
-    query_width: int
-    key_width: int
-
-
-def prefill_work(shape: PrefillShape, tokens: int, visible: float) -> float:
-    """Operations of a target's layers over `tokens`, each of which sees `visible` keys on average; no head."""
-    projections = 2 * shape.hidden * (shape.query_width + shape.key_width)
-    layer = projections + 3 * shape.hidden * shape.intermediate
-    return tokens * shape.layers * (2 * layer + 4 * visible * shape.query_width)
-
-
 def update_bytes(parameters: int, compute_bytes: int = 2) -> int:
     """Least bytes of AdamW with float32 masters: gradient in, master and two moments in and out, working copy out."""
     return parameters * (2 * compute_bytes + 3 * 8)

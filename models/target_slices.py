@@ -46,13 +46,11 @@ def narrow_config(config: PreTrainedConfig, size: int) -> PreTrainedConfig:
     Raises:
         ValueError: a wrapped or quantised model, or a number that does not divide by `size`; says what would do.
     """
-    kind = config.model_type
-    if config.get_text_config(decoder=True) is not config or getattr(config, "quantization_config", None):
+    kind, widths, sizes = config.model_type, _widths(config), possible_sizes(config)
+    if _is_wrapped(config):
         raise ValueError(f"topology.target_tp: {kind} is wrapped or quantised and cannot be shared -> set it to 1")
-    widths = {name: value for name in WIDTHS if isinstance(value := getattr(config, name, None), int) and value}
-    if any(value % size for value in widths.values()):
-        common = math.gcd(*widths.values())
-        fitting = ", ".join(str(n) for n in range(1, common + 1) if common % n == 0)
+    if size not in sizes:
+        fitting = ", ".join(map(str, sizes))
         listed = ", ".join(f"{name} {value}" for name, value in widths.items() if value % size)
         raise ValueError(f"topology.target_tp: {listed} of {kind} cannot be divided by {size} -> one of {fitting}")
     narrow = copy.deepcopy(config)
@@ -62,19 +60,44 @@ def narrow_config(config: PreTrainedConfig, size: int) -> PreTrainedConfig:
     return narrow
 
 
+def possible_sizes(config: PreTrainedConfig) -> list[int]:
+    """The numbers of ranks that divide a model's heads and widths, ascending; [1] where it cannot be shared."""
+    if _is_wrapped(config) or _plan_problem(config):
+        return [1]
+    common = math.gcd(*_widths(config).values())
+    return [size for size in range(1, common + 1) if common % size == 0]
+
+
+def _widths(config: PreTrainedConfig) -> dict[str, int]:
+    return {name: value for name in WIDTHS if isinstance(value := getattr(config, name, None), int) and value}
+
+
+def _is_wrapped(config: PreTrainedConfig) -> bool:
+    return config.get_text_config(decoder=True) is not config or bool(getattr(config, "quantization_config", None))
+
+
 def plan_styles(config: PreTrainedConfig) -> dict[str, str]:
     """How the model's plan treats each module or weight of its layers, by name with `*` for the layer's number.
 
     Raises:
         ValueError: no plan, or one with styles that are not served here.
     """
+    if problem := _plan_problem(config):
+        raise ValueError(f"topology.target_tp: {config.model_type} has {problem} and cannot be shared -> set it to 1")
+    return _layer_plan(config)
+
+
+def _layer_plan(config: PreTrainedConfig) -> dict[str, str]:
     plan = getattr(config, "base_model_tp_plan", None) or {}
-    styles = {name: style for name, style in plan.items() if name.startswith("layers.*.")}
-    unknown = sorted(set(styles.values()) - {*SLICED, *WHOLE, SUMMED})
-    if not styles or unknown:
-        why = f"a plan with {', '.join(unknown)}" if unknown else "no tensor-parallel plan"
-        raise ValueError(f"topology.target_tp: {config.model_type} has {why} and cannot be shared -> set it to 1")
-    return styles
+    return {name: style for name, style in plan.items() if name.startswith("layers.*.")}
+
+
+def _plan_problem(config: PreTrainedConfig) -> str | None:
+    styles = set(_layer_plan(config).values())
+    unknown = sorted(styles - {*SLICED, *WHOLE, SUMMED})
+    if unknown:
+        return f"a plan with {', '.join(unknown)}"
+    return None if styles else "no tensor-parallel plan"
 
 
 def slice_styles(full: nn.Module, narrow: nn.Module, styles: Mapping[str, str], size: int) -> dict[str, str]:
@@ -85,7 +108,7 @@ def slice_styles(full: nn.Module, narrow: nn.Module, styles: Mapping[str, str], 
     """
     found = {}
     for (name, whole), part in zip(full.named_parameters(), narrow.parameters(), strict=True):
-        style = _style_of(name, styles)
+        style = style_of(name, styles)
         expected = list(whole.shape)
         if style in SLICED and (dim := _dimension(style, whole.ndim)) is not None:
             expected[dim] //= size
@@ -115,7 +138,7 @@ def _dimension(style: str, ndim: int) -> int | None:
     return max(0, ndim - 2)
 
 
-def _style_of(name: str, styles: Mapping[str, str]) -> str | None:
+def style_of(name: str, styles: Mapping[str, str]) -> str | None:
     """The style of a parameter: its own (a bare tensor), or that of the module whose weight or bias it is."""
     own = generic(name)
     module, _, leaf = own.rpartition(".")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,7 @@ from launcher.plan_model import (
     predictions,
     scaling,
     target_memory,
+    target_ranks,
     target_seconds,
     update_seconds,
 )
@@ -184,3 +186,17 @@ def test_the_text_has_the_numbers(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*WORDS[1:], "--gpus", "16", "--gpu", "rtx-4090"]) == 0
     text = capsys.readouterr().out
     assert "16 RTX 4090 on 2 nodes" in text and "it still scales at 4096" in text
+
+
+def test_the_plan_says_how_many_ranks_a_target_needs(capsys: pytest.CaptureFixture[str]) -> None:
+    assert H200 is not None
+    small = shape()
+    assert target_ranks(small, H200) == 1
+    memory_gb = target_memory(small, 4) / 1e9
+    tight = replace(H200, memory_gb=memory_gb)
+    assert target_ranks(small, tight) == 4
+    assert target_ranks(small, replace(H200, memory_gb=1.0)) is None
+    embedding = 2 * small.target.vocabulary * small.target.hidden
+    assert target_memory(small, 8) > embedding  # whole on every rank
+    main([*WORDS[1:], "--gpus", "8"])
+    assert "a target fits one H200" in capsys.readouterr().out
