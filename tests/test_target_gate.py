@@ -45,6 +45,7 @@ def take_turn(target: TappedTarget, console: list[str]) -> TurnReport:
 def test_a_good_turn_is_proved(target: TappedTarget) -> None:
     console: list[str] = []
     report = take_turn(target, console)
+    assert not target.mixes_experts
     assert report.verified and report.role == "target" and report.proof["graphs"] >= 1
     assert 0 < report.proof["worst_error"] < 1e-3
     assert console[0].startswith("compile target 1/1 rank 0") and "flex, features differ from stock by" in console[0]
@@ -59,9 +60,9 @@ def test_other_features_than_stock_end_the_run(target: TappedTarget, monkeypatch
 
 
 def test_problems_are_named() -> None:
-    assert number_problems(0.01, 0.3, torch.bfloat16) == [] == number_problems(1e-5, 1e-4, torch.float32)
-    assert "worst token" in number_problems(0.01, 0.6, torch.bfloat16)[0]
-    assert number_problems(float("nan"), float("nan"), torch.bfloat16)
+    assert number_problems(0.01, 0.3, 0.05, 0.5) == []
+    assert "worst token" in number_problems(0.01, 0.6, 0.05, 0.5)[0]
+    assert number_problems(0.06, 0.3, 0.05, 0.5) and number_problems(float("nan"), float("nan"), 0.05, 0.5)
     assert kernel_problems({"triton_tem_fused_flex_attention_0": 34}, 34) == []
     assert "0 times instead of 34" in kernel_problems({}, 34)[0]
     assert graph_problems(2, 2) == [] and "1 more graphs" in graph_problems(2, 3)[0] and graph_problems(0, 0)
