@@ -12,7 +12,7 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -35,17 +35,21 @@ from launcher.checkpoint_folder import (
 from launcher.checkpoint_io import RecordReader, ShardWriter, differences, merge_values, split_state
 from launcher.errors import RetryableError, UserError
 from launcher.manifest import seal_files, set_score, write_durably, write_manifest
+from launcher.votes import VoteFailed, Votes, describe
 
 if TYPE_CHECKING:
     from launcher.config import CheckpointConfig
 
-T = TypeVar("T")
 Wait = Callable[[Callable[[], bool], str, float], None]
 log = logging.getLogger(__name__)
 
 
 class SaveFailed(RetryableError):
     """A checkpoint could not be written; the message names the ranks and their errors. Older ones are untouched."""
+
+    def __init__(self, stage: str, failure: VoteFailed, run_dir: Path) -> None:
+        super().__init__(f"saving a checkpoint failed while {stage} it ({failure})", f"see {run_dir}")
+        self.ranks_at_fault = frozenset(failure.causes)
 
 
 class Checkpointer:
@@ -62,7 +66,7 @@ class Checkpointer:
     ) -> None:
         self.run_dir, self.config, self.group = run_dir, config, group
         self._wait_until, self._timeout = wait_until, timeout
-        self._rank = dist.get_rank(group) if group is not None else 0
+        self._votes = Votes(group)
         self._verified: set[int] = set()
         self._failed_saves = 0
         self._pending: tuple[int, BackgroundWork] | None = None
@@ -132,7 +136,7 @@ class Checkpointer:
             SaveFailed: as `poll`.
         """
         self.wait()
-        if step in self._verified and self._rank == 0:
+        if step in self._verified and self._votes.rank == 0:
             set_score(self._folder(step), score)
 
     def load(self, path: Path, state: dict[str, Any]) -> dict[str, Any]:
@@ -175,26 +179,28 @@ class Checkpointer:
     def _write(self, step: int, tensors: dict[str, Any], document: dict[str, Any]) -> None:
         """All stages of one save, on every rank."""
         final = self._folder(step)
-        temporary = final.with_name(final.name + TEMPORARY)
+        temporary, votes, stage = final.with_name(final.name + TEMPORARY), self._votes, "making the folder of"
         try:
-            self._vote("making the folder", self._leader(lambda: _make_folder(temporary)))
+            votes.take_leader(lambda: _make_folder(temporary))
+            stage = "writing"
             self._write_shards(temporary, step, tensors)
-            self._vote("writing", self._leader(lambda: write_durably(temporary / EXTRA, json.dumps(document))))
-            sealed = self._vote("sealing", lambda: seal_files(self._own_files(temporary)))
+            votes.take_leader(lambda: write_durably(temporary / EXTRA, json.dumps(document)))
+            stage = "sealing"
+            sealed = votes.take(lambda: seal_files(self._own_files(temporary)))
+            stage = "publishing"
             files = {name: entry for part in sealed for name, entry in part.items()}
-            self._vote("publishing", self._leader(lambda: self._publish(temporary, final, files, step)))
-        except SaveFailed:
-            if self._rank == 0:
+            votes.take_leader(lambda: self._publish(temporary, final, files, step))
+        except VoteFailed as failure:
+            if votes.rank == 0:
                 shutil.rmtree(temporary, ignore_errors=True)
-            raise
+            raise SaveFailed(stage, failure, self.run_dir) from None
 
     def _write_shards(self, folder: Path, step: int, tensors: dict[str, Any]) -> None:
         writer = ShardWriter(folder, step)
         try:
             dcp.save(tensors, storage_writer=writer, process_group=self.group, no_dist=self.group is None)
         except CheckpointException as error:
-            causes = {rank: _describe(failure[0]) for rank, failure in error.failures.items()}
-            raise self._save_failed("writing", causes) from None
+            self._votes.check({rank: describe(failure[0]) for rank, failure in error.failures.items()})
 
     def _publish(self, temporary: Path, final: Path, files: dict[str, Any], step: int) -> None:
         faults.trip("save-manifest", step)
@@ -208,41 +214,15 @@ class Checkpointer:
 
     def _own_files(self, folder: Path) -> list[Path]:
         """The files this rank wrote: its shard; the first rank also what belongs to nobody."""
-        shards = f"__{self._rank}_"
+        shards = f"__{self._votes.rank}_"
         return sorted(
             path
             for path in folder.iterdir()
-            if path.name.startswith(shards) or (self._rank == 0 and not path.name.startswith("__"))
+            if path.name.startswith(shards) or (self._votes.rank == 0 and not path.name.startswith("__"))
         )
-
-    def _leader(self, action: Callable[[], None]) -> Callable[[], None]:
-        return action if self._rank == 0 else lambda: None
-
-    def _vote(self, stage: str, action: Callable[[], T]) -> list[T]:
-        """Run an action on every rank and tell all how it went; raises on all if it failed on any."""
-        outcome: tuple[T | None, str | None]
-        try:
-            outcome = (action(), None)
-        except Exception as error:  # told to all the ranks, which raise it
-            outcome = (None, _describe(error))
-        outcomes: list[Any] = [outcome]
-        if self.group is not None:
-            outcomes = [None] * dist.get_world_size(self.group)
-            dist.all_gather_object(outcomes, outcome, group=self.group)
-        causes = {rank: cause for rank, (_, cause) in enumerate(outcomes) if cause is not None}
-        if causes:
-            raise self._save_failed(stage, causes)
-        return [value for value, _ in outcomes]
-
-    def _save_failed(self, stage: str, causes: dict[int, str]) -> SaveFailed:
-        named = "; ".join(f"rank {self._global_rank(rank)}: {cause}" for rank, cause in sorted(causes.items()))
-        return SaveFailed(f"saving a checkpoint failed while {stage} it ({named})", f"see {self.run_dir}")
 
     def _folder(self, step: int) -> Path:
         return checkpoints_of(self.run_dir) / f"step-{step}"
-
-    def _global_rank(self, rank: int) -> int:
-        return rank if self.group is None else dist.get_global_rank(self.group, rank)
 
 
 def _make_folder(temporary: Path) -> None:
@@ -250,7 +230,3 @@ def _make_folder(temporary: Path) -> None:
         shutil.rmtree(temporary)
     temporary.parent.mkdir(mode=FOLDER_MODE, parents=True, exist_ok=True)
     os.mkdir(temporary, FOLDER_MODE)
-
-
-def _describe(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"

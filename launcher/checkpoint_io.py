@@ -23,6 +23,7 @@ from launcher.manifest import problems_of
 
 METADATA = ".metadata"
 SEPARATOR = "/"
+WRITERS = 4
 # Modules and names that `.metadata` of torch 2.11 to 2.13 is made of.
 _RECORDS = {
     "torch.distributed.checkpoint.metadata": {
@@ -105,10 +106,14 @@ def load_weights(folder: Path, weights: dict[str, torch.Tensor]) -> None:
 
 
 class ShardWriter(FileSystemWriter):
-    """DCP's writer, with a place for injected faults after this rank's shard is written."""
+    """DCP's writer, with a place for injected faults after this rank's shard is written.
+
+    A rank writes a few files at a time, of about the same size, because each costs a core: copied here, hashed later.
+    They are not yet on disk at the end; `manifest.seal_files` sees to that.
+    """
 
     def __init__(self, folder: Path, step: int) -> None:
-        super().__init__(folder, single_file_per_rank=True, sync_files=True)
+        super().__init__(folder, single_file_per_rank=True, sync_files=False, thread_count=WRITERS)
         self._step = step
 
     def write_data(self, plan: Any, planner: Any) -> Any:

@@ -176,6 +176,8 @@ class RuntimeConfig(Section):
     """Seconds to wait at the start for GPUs that other processes hold, before the run is refused."""
     memory_interval: float = Field(1.0, gt=0)
     """Seconds between two memory samples."""
+    memory_snapshot: bool = False
+    """Record who allocates what (slower), and save it beside the logs when GPU memory runs out."""
 
 
 class CheckpointConfig(Section):

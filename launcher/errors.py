@@ -23,6 +23,8 @@ class LauncherError(Exception):
     """An error with one clear line for the user: what happened, and what to do about it."""
 
     code = ExitCode.UNCLASSIFIED
+    ranks_at_fault: frozenset[int] = frozenset()
+    """Where all ranks raise what happened on some, those; the others let them report it."""
 
     def __init__(self, what: str, fix: str = "") -> None:
         super().__init__(what)

@@ -14,50 +14,30 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
-import logging
 import math
-import os
-import sys
 import time
-import traceback
 from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from launcher import faults
 from launcher.errors import DeadlineError, ExitCode, PeerFailed, StopRequested
-from launcher.outcome import (
-    Failure,
-    Leaving,
-    failed_status,
-    failure_of,
-    finished_status,
-    is_secondary,
-    known_failure,
-    process_code,
-    publish_failure,
-    report,
-    stopped_status,
-)
+from launcher.farewell import Farewell
+from launcher.outcome import failed_status, known_failure
 from launcher.peers import Member
-from launcher.processes import die_with_parent, shut_down_compile_workers
+from launcher.processes import die_with_parent
 from launcher.rank_state import Limits, Phase, RankState
 from launcher.signal_inbox import catch_signals
 from launcher.status import Status, write_status
-from launcher.stop_wish import EVIDENCE_SECONDS
-from launcher.watchdog import TICK, Watchdog
+from launcher.watchdog import Watchdog
 
 if TYPE_CHECKING:
     from launcher.config import RuntimeConfig
     from launcher.control import Control
     from launcher.topology import Role
 
-log = logging.getLogger("launcher")
-
 # Seconds between two looks of a rank that has waited for a while.
 SLOW_POLL = 0.02
-# An error that looks like the echo of another rank's end waits this long for that rank's own story.
-ECHO_SECONDS = 2.5
 PHASE_OPTIONS = {"turn": "compile.turn_timeout"}
 
 
@@ -73,6 +53,7 @@ class Lifecycle:
         # Outside all phases there is no deadline of its own: a peer that waits for this rank has one.
         self._state = RankState([Phase("start", time.monotonic(), math.inf, False)])
         self._watchdog: Watchdog | None = None
+        self._farewell = Farewell(control, role, world_size, run_dir, log_path, self._state, runtime.memory_snapshot)
 
     def start(self) -> None:
         """Catch signals, die with the parent, dump stacks on crashes, say who we are and start the watchdog."""
@@ -81,7 +62,7 @@ class Lifecycle:
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         self._log = self.log_path.open("a", buffering=1)
         faulthandler.enable(self._log)
-        if self.control.claim("running", self.role.rank):
+        if self.control.claim(f"running/{self.role.node}", self.role.rank):
             self._write_running()
         me = Member.this_process(self.role, str(self.log_path))
         self.control.set(f"phase/{self.role.rank}", ["start", 0])
@@ -182,73 +163,16 @@ class Lifecycle:
 
     def finish(self, reason: str = "") -> ExitCode:
         """Say that this rank is done; the last one writes the status."""
-        self._goodbye("done", finished_status(reason, self.step, self.run_dir))
-        return ExitCode.FINISHED
+        return self._farewell.finish(reason)
 
     def fail(self, error: BaseException) -> ExitCode:
         """End with an error: the first failure of the run is reported, later ones stay quiet in their logs."""
-        phase = getattr(error, "launcher_phase", self._state.phase.name)
-        if isinstance(error, StopRequested):
-            return self._stopped(error.code, phase)
-        peer_failed = isinstance(error, PeerFailed)
-        self._log.write(f"ended by {error}\n" if peer_failed else "".join(traceback.format_exception(error)))
-        self._await_root_cause(error)
-        if self._state.stop is not None and self._state.failure is None:
-            return self._stopped(self._state.stop, phase, f"; while stopping: {type(error).__name__}: {error}")
-        failure = self._state.failure or self._publish(error, phase)
-        self.control.set(f"left/{self.role.rank}", "failed")
-        self._state.leave_with(ExitCode(failure.code))
-        return ExitCode(failure.code)
+        watchdog = self._watchdog
+        return self._farewell.fail(error, self._log, lambda: watchdog is not None and watchdog.has_wish)
 
     def leave(self, code: ExitCode, close: Callable[[], None] | None = None) -> NoReturn:
-        """End the process within seconds, whatever hangs: the watchdog is left running to see to that.
-
-        `close` gives back what the rank holds; after a failure it is left to the system, for it may wait for a dead
-        peer or record half of something.
-        """
-        self._state.leave_with(code)
-        if close is not None and process_code(code) == ExitCode.FINISHED:
-            try:
-                close()
-            except Exception as error:  # the run has ended well, and its status says so
-                log.warning("closing: %s: %s", type(error).__name__, error)
-        shut_down_compile_workers()
-        logging.shutdown()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(process_code(code))
-
-    def _publish(self, error: BaseException, phase: str) -> Failure:
-        name = f"{self.role.name} {self.role.index}"
-        failure = failure_of(error, self.role.rank, name, phase, self.step, str(self.log_path))
-        return publish_failure(self.control, failure, self.run_dir)
-
-    def _await_root_cause(self, error: BaseException) -> None:
-        """Give the watchdog time to learn of the failure or the stop that this error is an echo of."""
-        patience = ECHO_SECONDS if is_secondary(error) else 0.0
-        if self._watchdog is not None and self._watchdog.has_wish:
-            patience = max(patience, EVIDENCE_SECONDS + 2 * TICK)
-        deadline = time.monotonic() + patience
-        while self._state.failure is None and self._state.stop is None and time.monotonic() < deadline:
-            time.sleep(0.02)
-
-    def _stopped(self, code: ExitCode, phase: str, note: str = "") -> ExitCode:
-        place = {"code": int(code), "phase": phase, "step": self.step, "note": note}
-        self.control.set(f"stopped/{self.role.name}", place)
-        self._goodbye("stopped", stopped_status(code, phase, self.step, self.run_dir, note))
-        return code
-
-    def _goodbye(self, how: Leaving, status: Status) -> None:
-        """Say goodbye; the last rank to do so knows that all went well and writes the status."""
-        self.control.set(f"left/{self.role.rank}", how)
-        self._state.leave_with(ExitCode(status.code or 0))
-        if self.control.add("goodbyes") == self.world_size:
-            # Targets run ahead; the drafters know the step that training has reached.
-            stopped = self.control.get("stopped/drafter") or self.control.get("stopped/target")
-            if stopped is not None:
-                code, phase, step, note = ExitCode(stopped["code"]), stopped["phase"], stopped["step"], stopped["note"]
-                status = stopped_status(code, phase, step, self.run_dir, note)
-            report(status, self.run_dir)
+        """End the process within seconds, whatever hangs: the watchdog is left running to see to that."""
+        self._farewell.leave(code, close)
 
     def _tell_phase(self) -> None:
         """Others name this phase should the process vanish."""

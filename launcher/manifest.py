@@ -21,9 +21,14 @@ CHUNK = 1 << 22
 
 
 def seal_files(paths: list[Path]) -> dict[str, dict[str, Any]]:
-    """Make files durable and private, and measure them: name -> size and sha256."""
-    with ThreadPoolExecutor(READERS) as pool:
-        return dict(zip([path.name for path in paths], pool.map(_seal, paths), strict=True))
+    """Make files durable and private, and measure them: name -> size and sha256. The disk writes meanwhile."""
+    with ThreadPoolExecutor(2 * READERS) as pool:
+        written = [pool.submit(_sync, path) for path in paths]
+        measured = pool.map(lambda path: {"size": path.stat().st_size, "sha256": _sha256(path)}, paths)
+        sealed = dict(zip([path.name for path in paths], measured, strict=True))
+        for sync in written:
+            sync.result()
+    return sealed
 
 
 def write_manifest(folder: Path, files: dict[str, dict[str, Any]], step: int) -> None:
@@ -100,14 +105,13 @@ def _write(folder: Path, body: dict[str, Any]) -> None:
     os.replace(temporary, folder / FILE_NAME)
 
 
-def _seal(path: Path) -> dict[str, Any]:
+def _sync(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fchmod(descriptor, FILE_MODE)
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-    return {"size": path.stat().st_size, "sha256": _sha256(path)}
 
 
 def _problem(path: Path, expected: dict[str, Any], largest: int | None) -> str | None:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Literal
 
 from launcher.checkpoint_folder import newest_published
 from launcher.errors import DeadlineError, ExitCode, LauncherError, PeerFailed
+from launcher.out_of_memory import advice, is_out_of_memory
 from launcher.status import Status, final_box, resume_command, write_status
 
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ def failure_code(error: BaseException) -> ExitCode:
     """The exit code of an error: its own, 75 where trying again may help, else 1."""
     if isinstance(error, LauncherError):
         return error.code
-    retry = type(error).__name__ == "OutOfMemoryError" or isinstance(error, MemoryError) or is_secondary(error)
+    retry = is_out_of_memory(error) or is_secondary(error)
     if isinstance(error, OSError):
         retry = retry or error.errno in RETRY_ERRNOS
     return ExitCode.RETRY if retry else ExitCode.UNCLASSIFIED
@@ -63,7 +64,10 @@ def failure_code(error: BaseException) -> ExitCode:
 def failure_of(error: BaseException, rank: int, role: str, phase: str, step: int, log_path: str) -> Failure:
     """The failure that an exception of a rank's own makes."""
     name = type(error).__name__
-    return Failure(rank, role, phase, step, int(failure_code(error)), name, str(error) or name, log_path)
+    reason = str(error) or name
+    if is_out_of_memory(error):
+        reason = f"{reason.rstrip('.')} -> {advice(role)}; its log shows who holds how much"
+    return Failure(rank, role, phase, step, int(failure_code(error)), name, reason, log_path)
 
 
 def process_code(code: ExitCode) -> int:
@@ -79,12 +83,18 @@ def is_secondary(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(word in str(error).lower() for word in CONNECTION_WORDS)
 
 
-def publish_failure(control: Control, failure: Failure, run_dir: Path) -> Failure:
+def publish_failure(control: Control, failure: Failure, run_dir: Path, node: int = 0) -> Failure:
     """Claim the failure of the run; the winner writes the status and prints the box. Returns the winning failure."""
     if control.claim(FAILURE_KEY, asdict(failure)):
-        report(failed_status(failure, run_dir), run_dir)
+        tell_node(control, failure, run_dir, node)
         return failure
     return known_failure(control) or failure
+
+
+def tell_node(control: Control, failure: Failure, run_dir: Path, node: int) -> None:
+    """Write the status and print the box on one node, once: each node has a run folder and a console of its own."""
+    if control.claim(f"told/{node}", failure.rank):
+        report(failed_status(failure, run_dir), run_dir)
 
 
 def known_failure(control: Control) -> Failure | None:

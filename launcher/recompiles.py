@@ -59,7 +59,16 @@ def recompile_reason(error: BaseException) -> str | None:
 
 
 class _Warner(logging.Handler):
-    """Hands torch's reasons to the launcher's own log, whose warnings reach the console."""
+    """Hands torch's reasons to the launcher's own log: the first to the console, all of them, counted, to the file."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._count = 0
 
     def emit(self, record: logging.LogRecord) -> None:
-        log.warning("the training step compiles again after the gate: %s", " ".join(record.getMessage().split()))
+        self._count += 1
+        reason = " ".join(record.getMessage().split())
+        if self._count == 1:
+            log.warning("the training step compiles again after the gate (more such go to the log): %s", reason)
+        else:
+            log.info("recompile %d after the gate: %s", self._count, reason)

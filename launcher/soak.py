@@ -25,7 +25,7 @@ from typing import Any
 
 from launcher.checkpoint_folder import newest_published, step_of
 from launcher.command_parser import CommandParser
-from launcher.faults import ENVIRONMENT
+from launcher.faults import ENVIRONMENT, parse_faults
 from launcher.trial import Running, Trial, run_trial
 
 # Generous, because several runs may share few cores; the faults' own deadlines are below.
@@ -54,6 +54,8 @@ CODES = {
     "second SIGTERM": {143, 0},
     "kill torchrun": {75, 0},
 }
+# Of these the status must name the very rank that was struck.
+BLAMED = {"raise", "kill", "segv", "abort", "hang", "gil", "stop", "oom"}
 FLAGS = [
     "--preset=tiny",
     "--device=cpu",
@@ -125,6 +127,8 @@ def play_round(drawn: Round, run_dir: Path, start_step: int, environment: dict[s
         broken.append(
             f"exit code {trial.code} after {drawn.kind}, allowed are {sorted(allowed)}: {trial.status.reason}"
         )
+    if trial.struck and drawn.kind in BLAMED and trial.status.rank != (struck := parse_faults(drawn.fault)[0].rank):
+        broken.append(f"rank {struck} was struck, rank {trial.status.rank} is named: {trial.status.reason}")
     return trial, broken
 
 
@@ -145,7 +149,7 @@ def main(args: list[str]) -> int:
     ]
     end = time.monotonic() + 60 * options.minutes
     with ThreadPoolExecutor(options.jobs) as pool:
-        played = pool.map(lambda chain: _play_chain(chain, options.seed, folder, environment, end), chains)
+        played = pool.map(lambda chain: play_chain(chain, options.seed, folder, environment, end), chains)
         reports = [report for chain in played for report in chain]
     (folder / "soak.jsonl").write_text("".join(json.dumps(report) + "\n" for report in reports))
     failed = [report for report in reports if report["broken"]]
@@ -170,7 +174,7 @@ def summary(reports: list[dict[str, Any]], seed: int) -> str:
     return "\n".join([head, *broken])
 
 
-def _play_chain(chain: range, seed: int, folder: Path, environment: dict[str, str], end: float) -> list[dict[str, Any]]:
+def play_chain(chain: range, seed: int, folder: Path, environment: dict[str, str], end: float) -> list[dict[str, Any]]:
     """Rounds on one run folder, each going on from what the one before left; none begins after `end` (monotonic)."""
     reports = []
     run_dir = folder / f"run-{chain.start // ROUNDS_PER_RUN}" / "run"

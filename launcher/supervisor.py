@@ -29,7 +29,7 @@ from launcher.status import FILE_NAME, Status, final_box, read_status, write_sta
 from launcher.topology import resolve_split
 from launcher.torchrun import Torchrun
 
-MAIN = Path(__file__).resolve().parent / "main.py"
+MAIN, AGENT = (Path(__file__).resolve().parent / name for name in ("main.py", "agent.py"))
 RESTARTS_VARIABLE = "LAUNCHER_RESTARTS"
 CPU_RANKS = 8
 # Attempts in a row that reach no new step before restarting is given up.
@@ -127,12 +127,13 @@ def choose_ranks(config: Config, asked: int | None, gpus: Sequence[str]) -> int:
 
 
 def torchrun_command(command: Command, ranks: int, worker: Path) -> list[str]:
-    """The command line of torchrun; the ranks read the same flags again."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
+    """The command line of torchrun, or of our own on one node; the ranks read the same flags again."""
+    nproc = ["--nproc-per-node", str(ranks)]
     if command.nnodes == 1:
-        launcher += ["--standalone"]
+        launcher = [sys.executable, str(AGENT), *nproc]
     else:
         host, _, port = command.master.rpartition(":")
+        launcher = [sys.executable, "-m", "torch.distributed.run", *nproc]
         launcher += ["--nnodes", str(command.nnodes), "--node-rank", str(command.node_rank)]
         launcher += ["--master-addr", host, "--master-port", port]
     # Without "--" torchrun takes our --nproc for a short form of its own options.

@@ -55,7 +55,7 @@ class Running:
         """SIGKILL the agent, if it is there."""
         with contextlib.suppress(psutil.NoSuchProcess):
             for process in psutil.Process(self.process.pid).children():
-                if "torch.distributed.run" in process.cmdline():
+                if any(word.endswith("launcher/agent.py") for word in process.cmdline()):
                     process.kill()
 
 

@@ -28,6 +28,7 @@ from launcher.outcome import (
     publish_failure,
     report,
     stopped_status,
+    tell_node,
 )
 from launcher.peers import Beat, Member, PeerTable, blame
 from launcher.rank_state import Limits, Phase, RankState
@@ -133,6 +134,7 @@ class Watchdog:
 
     def _read_messages(self) -> None:
         if self.state.failure is None and (failure := known_failure(self.control)) is not None:
+            tell_node(self.control, failure, self.run_dir, self.me.node)
             self._learn(failure)
         if self.state.stop is None and (wish := self.control.claimed(STOP_KEY)) is not None:
             self.state.stop = ExitCode(wish["code"])
@@ -193,7 +195,7 @@ class Watchdog:
     # The end
 
     def _publish(self, failure: Failure) -> None:
-        self._learn(publish_failure(self.control, failure, self.run_dir))
+        self._learn(publish_failure(self.control, failure, self.run_dir, self.me.node))
 
     def _learn(self, failure: Failure) -> None:
         """Take in the failure of the run. A mute rank cannot leave by itself; torchrun would kill it after 30 s."""

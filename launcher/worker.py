@@ -17,6 +17,7 @@ from launcher.config import for_device
 from launcher.environment import record_environment
 from launcher.errors import LauncherError
 from launcher.fingerprint import Fingerprint, collect
+from launcher.out_of_memory import record_history
 from launcher.run_folder import ATTEMPT_VARIABLE, lock_run, make_run_dir, open_attempt
 from launcher.runtime import Device, RankEnv, connect, join_groups, prepare_environment, set_threads
 from launcher.signal_inbox import catch_signals
@@ -158,6 +159,8 @@ def join(
     journal.announce(f"run folder {runtime.run_dir}, {topology.split} on {device.kind}, logs in {attempt_dir}")
     with lifecycle.phase("init", runtime.init_timeout):
         set_threads(device, env)
+        if device.kind == "cuda" and runtime.memory_snapshot:
+            record_history()
         groups = join_groups(stack, env, device, topology, control, runtime.init_timeout)
     from launcher.memory import MemoryWatcher
     from launcher.rank import Rank  # with transformers; whoever cannot join need not wait for it

@@ -1,20 +1,39 @@
-"""Plays all collected scenarios in a small pool; `results` gives those of one test."""
+"""Plays all collected scenarios and soak rounds in a small pool; `results` and `soaked` give those of one test."""
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from launcher.soak import play_chain
 from launcher.trial import Trial
-from tests.faults.harness import Scenario, play
+from tests.faults.harness import Scenario, environment, play
 
-AT_ONCE = 3
+# More than a small machine has cores: a start is half imports, half waits.
+AT_ONCE = 4
 WHOLE_SUITE_SECONDS = 1200
+
+
+@dataclass(frozen=True)
+class Soak:
+    """Consecutive rounds of a soak, on one run folder."""
+
+    seed: int
+    numbers: range
+
+    def __str__(self) -> str:
+        return f"rounds {self.numbers.start}-{self.numbers.stop - 1}"
+
+
 Results = Callable[[Scenario], list[Trial]]
+Soaked = Callable[[Soak], list[dict[str, Any]]]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -37,19 +56,37 @@ def chats(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, chats: Path) -> Iterator[Results]:
-    scenarios = {
+def played(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, chats: Path
+) -> Iterator[dict[Scenario | Soak, Future[Any]]]:
+    wanted = {
         value
         for item in request.session.items
         if isinstance(item, pytest.Function) and hasattr(item, "callspec")
         for value in item.callspec.params.values()
-        if isinstance(value, Scenario)
+        if isinstance(value, Scenario | Soak)
     }
     folder, cache = tmp_path_factory.mktemp("runs"), tmp_path_factory.mktemp("cache")
+
+    def run(job: Scenario | Soak) -> Any:
+        if isinstance(job, Scenario):
+            return play(job, folder, cache, chats)
+        return play_chain(job.numbers, job.seed, folder / f"soak-{job.numbers.start}", environment(cache), math.inf)
+
     with ThreadPoolExecutor(AT_ONCE) as pool:
         # The longest first, so that none of them runs alone at the end.
-        order = sorted(scenarios, key=lambda scenario: -len(scenario.starts))
-        futures: dict[Scenario, Future[list[Trial]]] = {
-            scenario: pool.submit(play, scenario, folder, cache, chats) for scenario in order
-        }
-        yield lambda scenario: futures[scenario].result()
+        yield {job: pool.submit(run, job) for job in sorted(wanted, key=_length, reverse=True)}
+
+
+@pytest.fixture(scope="session")
+def results(played: dict[Scenario | Soak, Future[Any]]) -> Results:
+    return lambda scenario: played[scenario].result()
+
+
+@pytest.fixture(scope="session")
+def soaked(played: dict[Scenario | Soak, Future[Any]]) -> Soaked:
+    return lambda rounds: played[rounds].result()
+
+
+def _length(job: Scenario | Soak) -> int:
+    return len(job.starts) if isinstance(job, Scenario) else len(job.numbers)

@@ -22,7 +22,9 @@ FLAGS = [
     "--data.row_length=64",
     "--data.holdout=2",
     "--train.anchors=4",
-    "--train.max_steps=6",
+    # Losses do not depend on the length of a run, so that runs of different lengths can be compared.
+    "--train.schedule=constant",
+    "--train.warmup_ratio=0",
     "--checkpoint.every=2",
     "--checkpoint.asynchronous=false",
     "--runtime.step_timeout=40",
@@ -39,6 +41,7 @@ class Start:
         before: called with the run folder before the start, e.g. to spoil a checkpoint.
         split: targets and drafters.
         compiled: compile for real, which takes most of a start's time.
+        steps: last step.
     """
 
     fault: str = ""
@@ -47,6 +50,7 @@ class Start:
     before: Callable[[Path], None] | None = None
     split: tuple[int, int] = (1, 1)
     compiled: bool = False
+    steps: int = 6
 
 
 @dataclass(frozen=True)
@@ -58,6 +62,16 @@ class Scenario:
 
     def __str__(self) -> str:
         return self.name
+
+
+def environment(cache: Path) -> dict[str, str]:
+    """What every start is told: one thread, no compiler, and where packed rows and byte code may be kept."""
+    return {
+        "XDG_CACHE_HOME": str(cache),
+        "OMP_NUM_THREADS": "1",
+        "TORCHDYNAMO_DISABLE": "1",
+        "PYTHONDONTWRITEBYTECODE": "",
+    }
 
 
 def play(scenario: Scenario, folder: Path, cache: Path, chats: Path) -> list[Trial]:
@@ -94,15 +108,12 @@ def _play_start(start: Start, run_dir: Path, cache: Path, chats: Path) -> Trial:
     targets, drafters = start.split
     split = [f"--topology.targets={targets}", f"--topology.drafters={drafters}"]
     data = [f"--data.path={chats}", f"--compile.cache_dir={run_dir.parent / 'compile'}"]
-    environment = {
-        ENVIRONMENT: start.fault,
-        "XDG_CACHE_HOME": str(cache),
-        "OMP_NUM_THREADS": "1",
-        "TORCHDYNAMO_DISABLE": "0" if start.compiled else "1",
-    }
+    told = environment(cache) | {ENVIRONMENT: start.fault, "TORCHDYNAMO_DISABLE": "0" if start.compiled else "1"}
 
     def act(running: Running) -> None:
         if start.act is not None and running.wait_for(STRUCK, LIMIT):
             start.act(running)
 
-    return run_trial([*FLAGS, *split, *data, *start.flags], run_dir, environment, LIMIT, act)
+    return run_trial(
+        [*FLAGS, f"--train.max_steps={start.steps}", *split, *data, *start.flags], run_dir, told, LIMIT, act
+    )

@@ -12,17 +12,24 @@ def _one(name: str, fault: str, *flags: str) -> Scenario:
     return Scenario(name, (Start(fault, flags),))
 
 
-# A fault whose place does not matter strikes in init, before most of the imports. Turns are in test_turns.
-# A kill in a save is in test_resume.
+# A fault whose place does not matter strikes in init, before most of the imports. A kill in a save is in test_resume;
+# a segfault in a step, and more in other phases, in test_soak.
 # Rank 0 is the target, rank 1 a drafter. Steps count from 0.
 FAILURES = [
-    (_one("drafter raises", "raise@step:3:1"), 1, ("1 drafter 0 step", "injected error")),
     (_one("target raises", "raise@step:3:0"), 1, ("0 target 0 step", "injected error")),
-    (_one("killed in init", "kill@init:1"), 75, ("1 drafter 0 init", "SIGKILL")),
-    (_one("segfault in turn", "segv@turn:1"), 75, ("1 drafter 0 turn", "in native code")),
-    (_one("out of memory", "oom@init:1"), 75, ("1 drafter 0 init", "out of memory")),
-    (_one("wrong header", "header@step:2:0"), 1, ("row_length is -1, expected 64",)),
-    (_one("nan", "nan@step:*", "--train.max_bad_steps=1"), 1, ("not finite", "step 1")),
+    (_one("killed in turn", "kill@turn:1"), 75, ("1 drafter 0 turn", "SIGKILL", "out of memory")),
+    (
+        _one("out of memory", "oom@init:1"),
+        75,
+        ("1 drafter 0 init", "out of memory", "lower train.anchors or data.row_length"),
+    ),
+    # A drafter raises, having seen the wrong header.
+    (_one("wrong header", "header@step:2:0"), 1, ("1 drafter 0 step", "row_length is -1, expected 64")),
+    (
+        _one("nan", "nan@step:*", "--train.max_bad_steps=1"),
+        1,
+        ("1 drafter 0", "rank 1 drafter 0 on row", "chats.jsonl:", "not finite at step 1", "lower train.lr"),
+    ),
 ]
 
 
@@ -34,3 +41,9 @@ def test_a_failure_names_its_cause_and_ends_every_rank(
     check(result, "failed", code, words)
     assert result.console.count("run failed") == 1
     assert result.status.log is not None and "rank_" in result.status.log
+    if scenario.name == "wrong header":
+        assert "Traceback" in result.logs and "HeaderMismatch" in result.logs
+    if scenario.name == "out of memory":
+        assert "of host memory" in result.logs, "who has how much"
+    if scenario.name == "nan":
+        assert "step 0 skipped: the loss of rank 1 drafter 0 on row" in result.console

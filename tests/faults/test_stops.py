@@ -1,52 +1,71 @@
-"""Ctrl-C and SIGTERM in every phase, and a killed torchrun."""
+"""Ctrl-C, SIGTERM twice, and a killed torchrun. SIGTERM in a step and in a save is in test_resume, in a turn in
+test_soak."""
 
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable
 
+import psutil
 import pytest
 
 from launcher.trial import Running
 from tests.faults.conftest import Results
 from tests.faults.harness import Scenario, Start, check
 
-TERM, INT = signal.SIGTERM, signal.SIGINT
+# Addresses that processes of a run listened on while it trained.
+LISTENED: set[str] = set()
 
 
-def _stop(name: str, fault: str, *numbers: signal.Signals) -> Scenario:
-    act: Callable[[Running], None] = lambda running: running.send(*numbers)  # noqa: E731
-    return Scenario(name, (Start(fault, act=act),))
+def _look_at_its_sockets_and_interrupt(run: Running) -> None:
+    processes = psutil.Process(run.process.pid).children(recursive=True)
+    sockets = [socket for process in processes for socket in process.net_connections("inet")]
+    LISTENED.update(socket.laddr.ip for socket in sockets if socket.status == psutil.CONN_LISTEN)
+    run.send(signal.SIGINT)
 
 
-# The second start goes on from the first one's last save, and is stopped in a save of its own.
-TWICE = Scenario(
-    "sigterm twice",
+def _terminate_twice(run: Running) -> None:
+    run.send(signal.SIGTERM, signal.SIGTERM)
+
+
+# Compiled for once: the turn proves itself, and the step that compiles again later says so.
+RECOMPILE = Scenario(
+    "recompile",
     (
-        Start("slow=2@step:3:1", act=lambda run: run.send(TERM)),
-        Start("slow=2@save-shard:6:1", ("--train.max_steps=60",), act=lambda run: run.send(TERM)),
+        Start(
+            # The target is some rows ahead.
+            "recompile@step:1:1;slow=5@step:4:0",
+            ("--compile.on_recompile=warn", "--runtime.grace=120"),
+            act=_look_at_its_sockets_and_interrupt,
+            compiled=True,
+        ),
+        Start("recompile@step:4:1", compiled=True),
     ),
 )
-SECOND = _stop("second sigterm", "slow=60@init:1", TERM, TERM)
-RECEIVE = _stop("ctrl-c in receive", "slow=4@step:3:0", INT)
-TURN = _stop("sigterm in turn", "slow=3@turn:1", TERM)
+SECOND = Scenario("second sigterm", (Start("slow=60@init:1", act=_terminate_twice),))
 AGENT = Scenario("torchrun killed", (Start("slow=60@init:1", act=lambda run: run.kill_torchrun()),))
 
 
-@pytest.mark.parametrize("scenario", [TWICE], ids=str)
-def test_sigterm_in_a_step_saves_and_the_next_start_goes_on(results: Results, scenario: Scenario) -> None:
-    stopped, resumed = results(scenario)
-    check(stopped, "stopped", 143, ("stopped by SIGTERM at step 4",))
-    assert stopped.status.resumable and str(stopped.status.last_checkpoint).endswith("step-4")
-    assert "resumed from" in resumed.console and "at step 4" in resumed.console
+@pytest.mark.parametrize("scenario", [RECOMPILE], ids=str)
+def test_a_recompile_after_the_gate_warns_once_and_ctrl_c_in_a_receive_stops_in_good_order(
+    results: Results, scenario: Scenario
+) -> None:
+    result = results(scenario)[0]
+    check(result, "stopped", 130)
+    assert result.console.count("compiles again after the gate") == 1, result.console
+    assert "0 graph breaks" in result.console and result.status.resumable
 
 
-@pytest.mark.parametrize("scenario", [TWICE], ids=str)
-def test_sigterm_in_a_save_lets_it_finish(results: Results, scenario: Scenario) -> None:
+@pytest.mark.parametrize("scenario", [RECOMPILE], ids=str)
+def test_a_run_on_one_node_listens_to_that_node_alone(results: Results, scenario: Scenario) -> None:
+    results(scenario)
+    assert {"127.0.0.1"} == LISTENED
+
+
+@pytest.mark.parametrize("scenario", [RECOMPILE], ids=str)
+def test_a_recompile_after_the_gate_is_an_error_that_names_what_changed(results: Results, scenario: Scenario) -> None:
     result = results(scenario)[1]
-    check(result, "stopped", 143)
-    assert result.status.step is not None and result.status.step >= 6
-    assert str(result.status.last_checkpoint).endswith(f"step-{result.status.step}")
+    words = ("1 drafter 0 step", "would compile again after the gate", "size mismatch", "expected 64, actual 63")
+    check(result, "failed", 1, (*words, "--compile.on_recompile=warn"))
 
 
 @pytest.mark.parametrize("scenario", [SECOND], ids=str)
@@ -54,12 +73,6 @@ def test_a_second_sigterm_leaves_at_once(results: Results, scenario: Scenario) -
     (result,) = results(scenario)
     check(result, "stopped", 143)
     assert "second signal" in result.status.reason
-
-
-@pytest.mark.parametrize(("scenario", "code"), [(RECEIVE, 130), (TURN, 143)], ids=lambda value: str(value))
-def test_a_stop_while_waiting(results: Results, scenario: Scenario, code: int) -> None:
-    (result,) = results(scenario)
-    check(result, "stopped", code)
 
 
 @pytest.mark.parametrize("scenario", [AGENT], ids=str)
