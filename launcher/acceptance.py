@@ -64,7 +64,7 @@ def request_evaluation(rank: Rank, step: int, drafter_step: DrafterStep) -> Acce
         shutil.rmtree(folder, ignore_errors=True)
         export_drafter(weights, drafter_step.drafter.config, folder)
         rank.control.set(f"eval/{step}", str(folder))
-    keys = [f"eval/{step}/{target}" for target in range(rank.topology.target_count)]
+    keys = [f"eval/{step}/{target}" for target in range(rank.topology.split.targets)]
     rank.lifecycle.wait_until(
         lambda: rank.control.has(*keys) or rank.lifecycle.stop_code is not None,
         f"targets to decode the held-out prompts of step {step}",
@@ -79,7 +79,12 @@ def request_evaluation(rank: Rank, step: int, drafter_step: DrafterStep) -> Acce
 
 
 def answer_evaluation(rank: Rank, step: int, models: Models, prompts: list[list[int]], team: TargetTeam) -> None:
-    """Targets: decode this target's share of the prompts with the exported drafter of `step`."""
+    """Targets: decode this target's share of the prompts with the exported drafter of `step`.
+
+    Those of the first node do, where the export is; other nodes may have no folder in common with it.
+    """
+    if rank.role.node:
+        return
     timeout, what = rank.config.runtime.eval_timeout, f"the drafter's export of step {step}"
 
     def ended() -> bool:
@@ -92,7 +97,7 @@ def answer_evaluation(rank: Rank, step: int, models: Models, prompts: list[list[
     with rank.lifecycle.phase("eval", timeout, defer_stop=True):
         if not team.agree(exported, f"see {what}", timeout):
             return
-        share = prompts[rank.role.index :: rank.topology.target_count]
+        share = prompts[rank.role.index :: rank.topology.split.targets]
         folder = Path(rank.control.get(f"eval/{step}"))
         accepted = decode_prompts(rank, folder, models, share, team)
         if team.leads:

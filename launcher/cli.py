@@ -87,8 +87,7 @@ def parse(argv: list[str]) -> Command:
         config = validate(values)
     except ConfigError as error:
         problems += error.problems
-    if flags.nnodes > 1 and not flags.master.rpartition(":")[2].isdigit():
-        problems.append("--master: several nodes need host:port of node 0 -> for example --master 10.0.0.1:29500")
+    problems += _node_problems(flags)
     problems += missing_inputs(merge(Config().model_dump(), values))
     if problems:
         raise ConfigError(problems)
@@ -157,6 +156,24 @@ def missing_inputs(values: dict[str, Any]) -> list[str]:
         problems.append(f"target.model: no file or folder {model} -> check the path, or give a hub name")
     if init is not None and not (Path(init).expanduser() / "config.json").exists():
         problems.append(f"drafter.init_from: no exported drafter in {init} -> give a folder with config.json")
+    return problems
+
+
+def _node_problems(flags: argparse.Namespace) -> list[str]:
+    """What does not fit together of --nnodes, --node-rank, --master and the flags that work on one node only."""
+    host, _, port = flags.master.rpartition(":")
+    if flags.nnodes < 1:
+        return [f"--nnodes: {flags.nnodes} nodes cannot hold a run -> give at least 1"]
+    if flags.nnodes == 1:
+        unused = [name for name, value in (("--node-rank", flags.node_rank), ("--master", flags.master)) if value]
+        return [f"{name}: means something with several nodes only -> add --nnodes N" for name in unused]
+    problems = []
+    if not host or not port.isdigit():
+        problems.append("--master: several nodes need host:port of node 0 -> for example --master 10.0.0.1:29500")
+    if not 0 <= flags.node_rank < flags.nnodes:
+        problems.append(f"--node-rank: {flags.node_rank} is no node of {flags.nnodes} -> 0 to {flags.nnodes - 1}")
+    if flags.max_restarts:
+        problems.append("--max-restarts: works on one node only -> start all nodes again yourself, with the same flags")
     return problems
 
 

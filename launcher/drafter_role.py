@@ -5,15 +5,13 @@ from __future__ import annotations
 import gc
 
 import torch
-import torch.distributed as dist
-from torch.distributed import DeviceMesh
 
 from launcher.barrier import OrderedTurns
 from launcher.compile_gate import pass_gate
 from launcher.compile_report import Stopwatch, TurnBook, TurnReport
 from launcher.rank import Models, Rank, compute_dtype, describe_models, to_compute, user_input
 from launcher.recompiles import forbid_recompiles
-from launcher.runtime import device_mesh
+from launcher.runtime import drafter_mesh, solo_mesh
 from launcher.step_factory import StepFactory
 from launcher.training import Training
 from launcher.warm_up import warm_up
@@ -42,13 +40,8 @@ def run_drafter(rank: Rank, drafter_turns: OrderedTurns, target_turns: OrderedTu
         return f"dry run: {len(rank.topology.drafter_ranks)} drafter ranks {done} the training step"
     forbid_recompiles(config.compile.on_recompile)
     sharded = len(rank.topology.drafter_ranks) > 1
-    mesh = _mesh(rank.groups.drafters, rank)
+    mesh = drafter_mesh(rank.groups, rank.device, rank.topology)
     return Training(rank, models.layout, lambda steps: factory.build(mesh, steps, sharded)).run()
-
-
-def _mesh(group: dist.ProcessGroup | None, rank: Rank) -> DeviceMesh:
-    assert group is not None, "only drafter ranks build a step"
-    return device_mesh(group, rank.device)
 
 
 def _load_ends(rank: Rank, models: Models) -> FrozenEnds:
@@ -79,7 +72,7 @@ def compile_in_turn(rank: Rank, factory: StepFactory, batch: RowBatch, turns: Or
         warm_up(device, compute_dtype(rank.config), rank.groups.solo)
         watch.lap("imports")
         sharded = len(rank.topology.drafter_ranks) > 1
-        step = factory.build(_mesh(rank.groups.solo, rank), 1, sharded)
+        step = factory.build(solo_mesh(rank.groups, rank.device), 1, sharded)
         watch.lap("build")
     report = pass_gate(
         rank.role.rank,

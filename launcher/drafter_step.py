@@ -93,7 +93,8 @@ class DrafterStep:
     Args:
         drafter: not yet sharded; its layers are compiled already.
         make_forward: builds the forward of one micro-batch over the (sharded) drafter.
-        mesh: one dimension, the ranks that train together.
+        mesh: the ranks that train together; with two dimensions the nodes, each of which holds all weights in
+            shards, and the ranks of a node.
         total_steps: length of the learning rate schedule.
         sharded: FSDP2; False only where the run has one drafter, whose step it makes shorter by a tenth.
     """
@@ -109,7 +110,7 @@ class DrafterStep:
     ) -> None:
         self.drafter, self._config, self._total = drafter, config, total_steps
         self.precision = config.precision
-        self._group = mesh.get_group()
+        self._groups = [mesh.get_group(dim) for dim in range(mesh.ndim)]
         if not sharded and mesh.size() > 1:
             raise ValueError(f"an unsharded drafter trains on one rank, not {mesh.size()}")
         if sharded:
@@ -134,7 +135,8 @@ class DrafterStep:
         assert self._sums is not None, "update without a micro-batch"
         sums, self._sums = self._sums, None
         own_loss = sums[:1].clone()
-        dist.all_reduce(sums, group=self._group)
+        for group in self._groups:
+            dist.all_reduce(sums, group=group)
         lr = learning_rate(step, self._total, self._config)
         norm = self._optimizer.step(lr, weight=sums[1] * self._scale, clip_norm=self._config.clip_norm)
         values = torch.cat([sums[:4], own_loss, norm[None], sums[4:]])

@@ -75,7 +75,7 @@ class ShardedAdamW:
         self._adamw = _ScaledAdamW(
             list(self._local.values()), lr=config.lr, betas=config.betas, weight_decay=config.weight_decay, fused=True
         )
-        self._group = _mesh_group(next(iter(self._params.values())))
+        self._group = _shard_group(next(iter(self._params.values())))
 
     def before_micro_batch(self, last: bool) -> None:
         """Gradients are reduced over the ranks with the last micro-batch only."""
@@ -156,5 +156,6 @@ def _like(local: Tensor, param: nn.Parameter) -> Tensor:
     )
 
 
-def _mesh_group(param: nn.Parameter) -> dist.ProcessGroup | None:
-    return param.device_mesh.get_group() if isinstance(param, DTensor) else None
+def _shard_group(param: nn.Parameter) -> dist.ProcessGroup | None:
+    """The ranks that hold one copy of a parameter together: the last dimension of the mesh."""
+    return param.device_mesh.get_group(param.device_mesh.ndim - 1) if isinstance(param, DTensor) else None

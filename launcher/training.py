@@ -16,14 +16,13 @@ from launcher.acceptance import Acceptance, evaluation_steps, request_evaluation
 from launcher.bad_rows import find_bad_losses
 from launcher.balance import Balance
 from launcher.calibration import Calibration
-from launcher.checkpoint import Checkpointer
 from launcher.drafter_step import DrafterStep, StepResult
 from launcher.errors import ExitCode, LauncherError, PeerFailed, StopRequested
 from launcher.journal import Progress, clock
 from launcher.meter import Meter, over_drafters
 from launcher.rank import Rank, compute_dtype, to_compute
 from launcher.recompiles import explain_recompiles
-from launcher.resume import count_steps, resume
+from launcher.resume import count_steps, open_checkpoints, resume
 from launcher.row_layout import RowLayout
 from launcher.schedule import is_due
 from launcher.sinks import MetricsWriter, NoMetrics
@@ -44,13 +43,7 @@ class Training:
         with rank.lifecycle.phase("load", runtime.load_timeout):
             steps = count_steps(rank)
             self.step = build(steps)
-            self.checkpointer = Checkpointer(
-                runtime.run_dir,
-                rank.config.checkpoint,
-                rank.groups.saves,
-                rank.lifecycle.wait_until,
-                runtime.save_timeout,
-            )
+            self.checkpointer = open_checkpoints(rank)
             self.schedule = resume(rank, self.step, self.checkpointer, steps)
         self.dtype = compute_dtype(rank.config)
         transport = make_transport(rank.groups.rows_backend, rank.groups.rows, rank.torch_device, runtime.step_timeout)

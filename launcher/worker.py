@@ -156,6 +156,9 @@ def join(
         journal.announce(notice)
     if start.choice.why:
         journal.announce(start.choice.why)
+    if env.node and env.local_rank == 0:
+        where = f"node {env.node} of {topology.nodes}, {topology.split} on {device.kind}, logs in {attempt_dir}"
+        journal.announce(f"{where}; node 0 shows progress and keeps checkpoints", every_rank=True)
     journal.announce(f"run folder {runtime.run_dir}, {topology.split} on {device.kind}, logs in {attempt_dir}")
     with lifecycle.phase("init", runtime.init_timeout):
         set_threads(device, env)

@@ -46,8 +46,8 @@ def make_batch(index: int, supervised: int = ROW_LENGTH) -> RowBatch:
     )
 
 
-def make_step(group: dist.ProcessGroup, compiled: bool = False, sharded: bool = True) -> DrafterStep:
-    """The training step of the tiny drafter over `group`, always with the same weights."""
+def make_step(over: dist.ProcessGroup | DeviceMesh, compiled: bool = False, sharded: bool = True) -> DrafterStep:
+    """The training step of the tiny drafter over a group or a mesh, always with the same weights."""
     torch.manual_seed(0)
     drafter = DFlashDrafter(CONFIG)
     if compiled:
@@ -57,7 +57,7 @@ def make_step(group: dist.ProcessGroup, compiled: bool = False, sharded: bool = 
     return DrafterStep(
         drafter,
         lambda sharded: DraftForward(sharded, FrozenEnds(ends, ends), anchors=ANCHORS, backend="sdpa"),
-        DeviceMesh.from_group(group, "cpu"),
+        over if isinstance(over, DeviceMesh) else DeviceMesh.from_group(over, "cpu"),
         train,
         total_steps=10,
         sharded=sharded,
