@@ -161,11 +161,11 @@ class RuntimeConfig(Section):
     init_timeout: float = Field(180.0, gt=0)
     """Seconds until every rank has joined."""
     load_timeout: float = Field(1800.0, gt=0)
-    """Seconds for weights and data."""
+    """Seconds for weights and data; the default grows with the target."""
     step_timeout: float = Field(300.0, gt=0)
-    """Seconds one step may take; the first step gets three times as long."""
+    """Seconds one step may take; the first step gets three times as long, and the default grows with the work."""
     save_timeout: float = Field(600.0, gt=0)
-    """Seconds one checkpoint may take."""
+    """Seconds one checkpoint may take; the default grows with its size."""
     eval_timeout: float = Field(1800.0, gt=0)
     """Seconds one evaluation may take."""
     heartbeat_timeout: float = Field(60.0, gt=0)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, NoReturn
 from launcher.cli import Command
 from launcher.compile_cache import activate
 from launcher.config import for_device
+from launcher.deadlines import scale_deadlines
 from launcher.environment import record_environment
 from launcher.errors import LauncherError
 from launcher.fingerprint import Fingerprint, collect
@@ -68,7 +69,7 @@ def prepare(stack: ExitStack, command: Command, env: RankEnv) -> Start:
     """Everything that must be settled before torch is imported: roles, device, cache folder, environment."""
     env.check_nodes()
     device = prepare_environment(command.config, env)
-    config = for_device(command.config, device.kind)
+    config, grown = scale_deadlines(for_device(command.config, device.kind), device.kind)
     make_run_dir(config.runtime.run_dir)
     fingerprint = collect()
     session = os.environ.get(ATTEMPT_VARIABLE) or os.environ.get("TORCHELASTIC_RUN_ID", "run")
@@ -79,7 +80,7 @@ def prepare(stack: ExitStack, command: Command, env: RankEnv) -> Start:
     rates_folder = None if cache.private else cache.folder
     choice = choose_split(config, env.local_world_size, load_rates(rates_folder, config), fingerprint.get("gpu"))
     settled, topology = replace(command, config=config), build_topology(choice.split, env.nodes)
-    return Start(settled, env, topology, device, fingerprint, tuple(cache.notices), choice, rates_folder)
+    return Start(settled, env, topology, device, fingerprint, (*cache.notices, *grown), choice, rates_folder)
 
 
 def agree(start: Start, control: Control) -> Start:

@@ -1,0 +1,69 @@
+"""Deadlines that grow with the model: what a healthy but slow machine takes, so that only a hang runs into them.
+
+No torch. An option that was given another value than its default keeps it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from launcher.config import Config, RuntimeConfig
+from launcher.errors import UserError
+from launcher.plan_shapes import RunShape, run_shape
+
+# Bytes per second of a slow network disk, reading and writing.
+READ_RATE, WRITE_RATE = 50e6, 20e6
+# Operations per second of a rank that runs far below its best.
+COMPUTE_RATE = {"cuda": 2e12, "cpu": 2e9}
+# float32 masters and two moments; bf16 weights.
+CHECKPOINT_BYTES, WEIGHT_BYTES = 12, 2
+
+
+@dataclass(frozen=True)
+class Load:
+    """What a run moves and computes: bytes of the target, bytes of a checkpoint, operations of one rank's step."""
+
+    weights: float
+    checkpoint: float
+    step: float
+
+
+def load_of(shape: RunShape) -> Load:
+    work = shape.work
+    target = shape.target.operations(shape.context, shape.visible)
+    step = max(work.total * shape.draws, target) * shape.accumulation
+    return Load(WEIGHT_BYTES * shape.target.parameters, CHECKPOINT_BYTES * work.parameters, step)
+
+
+def deadlines(load: Load, kind: str) -> dict[str, float]:
+    """Seconds by option of `runtime`, at least the defaults; a pure function.
+
+    Args:
+        kind: `cuda` or `cpu`.
+    """
+    wanted = {
+        "load_timeout": load.weights / READ_RATE,
+        "step_timeout": load.step / COMPUTE_RATE[kind],
+        "save_timeout": load.checkpoint / WRITE_RATE,
+    }
+    return {name: max(default_of(name), float(round(seconds))) for name, seconds in wanted.items()}
+
+
+def default_of(name: str) -> float:
+    return RuntimeConfig.model_fields[name].default
+
+
+def scale_deadlines(config: Config, kind: str) -> tuple[Config, list[str]]:
+    """The config with its deadlines scaled, and a line for each that grew; unchanged where the shape is unknown."""
+    try:
+        scaled = deadlines(load_of(run_shape(config)), kind)
+    except UserError:
+        return config, []
+    runtime = config.runtime
+    grown = {
+        name: seconds
+        for name, seconds in scaled.items()
+        if getattr(runtime, name) == default_of(name) and seconds > default_of(name)
+    }
+    lines = [f"runtime.{name}: {seconds:.0f} s for a model of this size" for name, seconds in grown.items()]
+    return config.model_copy(update={"runtime": runtime.model_copy(update=grown)}), lines

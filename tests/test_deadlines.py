@@ -1,0 +1,49 @@
+"""Deadlines by the size of a run."""
+
+from __future__ import annotations
+
+import pytest
+
+from launcher.config import PRESETS, Config, load_toml, merge, validate
+from launcher.deadlines import Load, deadlines, default_of, load_of, scale_deadlines
+from launcher.plan_shapes import run_shape
+
+
+def preset(name: str, **runtime: float) -> Config:
+    values = merge(load_toml(PRESETS / f"{name}.toml", "--preset"), {"runtime": runtime})
+    return validate(merge(values, {"target": {"model": "random:qwen3-8b" if name == "qwen3-8b" else "random:tiny"}}))
+
+
+def test_small_runs_keep_the_defaults() -> None:
+    tiny = preset("tiny")
+    assert scale_deadlines(tiny, "cpu") == (tiny, [])
+    least = deadlines(Load(0, 0, 0), "cpu")
+    assert least == {name: default_of(name) for name in ("load_timeout", "step_timeout", "save_timeout")}
+
+
+def test_deadlines_grow_with_bytes_and_work_and_more_so_on_a_slower_device() -> None:
+    large = Load(weights=140e9, checkpoint=40e9, step=4e15)
+    assert deadlines(large, "cuda") == {"load_timeout": 2800, "step_timeout": 2000, "save_timeout": 2000}
+    assert deadlines(large, "cpu")["step_timeout"] == 2_000_000
+
+
+def test_a_model_of_8b_on_gpus() -> None:
+    """Measured on an H200: 131 ms a micro-batch, 42 s to save 12 GB; the deadlines are far above."""
+    config = preset("qwen3-8b")
+    load = load_of(run_shape(config))
+    assert load.checkpoint == pytest.approx(12.6e9, rel=0.01) and load.weights == pytest.approx(15e9, rel=0.2)
+    scaled, lines = scale_deadlines(config, "cuda")
+    assert scaled.runtime.save_timeout == pytest.approx(629, abs=1)
+    assert scaled.runtime.load_timeout == default_of("load_timeout")
+    assert any(line.startswith("runtime.save_timeout: 629 s") for line in lines)
+
+
+def test_what_was_asked_for_is_kept() -> None:
+    scaled, lines = scale_deadlines(preset("qwen3-8b", save_timeout=50.0, step_timeout=7.0), "cpu")
+    assert (scaled.runtime.save_timeout, scaled.runtime.step_timeout) == (50.0, 7.0)
+    assert not any("save_timeout" in line for line in lines)
+
+
+def test_an_unknown_target_keeps_the_defaults() -> None:
+    config = validate({"target": {"model": "nobody/nothing"}})
+    assert scale_deadlines(config, "cuda") == (config, [])
