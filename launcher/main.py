@@ -48,7 +48,7 @@ def main(argv: list[str]) -> int:
 
         return run_command(command)
     except LauncherError as error:
-        from launcher.worker import refuse
+        from launcher.refusal import refuse
 
         refuse(error, speaks)
 

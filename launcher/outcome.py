@@ -85,10 +85,15 @@ def is_secondary(error: BaseException) -> bool:
 
 def publish_failure(control: Control, failure: Failure, run_dir: Path, node: int = 0) -> Failure:
     """Claim the failure of the run; the winner writes the status and prints the box. Returns the winning failure."""
-    if control.claim(FAILURE_KEY, asdict(failure)):
+    if claim_failure(control, failure):
         tell_node(control, failure, run_dir, node)
         return failure
     return known_failure(control) or failure
+
+
+def claim_failure(control: Control, failure: Failure) -> bool:
+    """Make a failure the run's, unless another one was first."""
+    return control.claim(FAILURE_KEY, asdict(failure))
 
 
 def tell_node(control: Control, failure: Failure, run_dir: Path, node: int) -> None:

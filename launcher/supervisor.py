@@ -52,7 +52,8 @@ def supervise(command: Command, worker: Path = MAIN) -> int:
     run_dir = command.config.runtime.run_dir
     ranks = choose_ranks(command.config, command.nproc, gpu_uuids())
     with lock_run(run_dir):
-        check_checkpoint(command.config)
+        if command.node_rank == 0:  # checkpoints lie on the first node
+            check_checkpoint(command.config)
         check_environment(run_dir, collect(), command.strict_environment, command.config_file)
         status = run_attempts(command, ranks, worker)
         while flags := flags_of_another_start(run_dir / "logs"):

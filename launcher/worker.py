@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import sys
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -14,13 +13,14 @@ from typing import TYPE_CHECKING, NoReturn
 from launcher.cli import Command
 from launcher.compile_cache import activate
 from launcher.config import for_device
-from launcher.deadlines import scale_deadlines
+from launcher.deadlines import collective_patience, scale_deadlines
 from launcher.environment import record_environment
 from launcher.errors import LauncherError
 from launcher.fingerprint import Fingerprint, collect
 from launcher.out_of_memory import record_history
+from launcher.refusal import refuse, tell_other_nodes
 from launcher.run_folder import ATTEMPT_VARIABLE, lock_run, make_run_dir, open_attempt
-from launcher.runtime import Device, RankEnv, connect, join_groups, prepare_environment, set_threads
+from launcher.runtime import Device, RankEnv, connect, join_groups, point_traces, prepare_environment, set_threads
 from launcher.signal_inbox import catch_signals
 from launcher.split_choice import Choice, agree_on_split, choose_split, load_rates
 from launcher.topology import Topology, build_topology
@@ -30,9 +30,6 @@ if TYPE_CHECKING:
     from launcher.journal import Journal
     from launcher.lifecycle import Lifecycle
     from launcher.rank import Rank
-
-# How long the ranks that stay quiet about a bad start give the first one to say it.
-QUIET_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
@@ -61,6 +58,8 @@ def run_rank(command: Command) -> NoReturn:
             start = agree(start, control)
             attempt_dir = find_attempt(stack, start, control)
         except LauncherError as error:
+            if env.nodes > 1 and env.local_rank == 0:
+                tell_other_nodes(env, error)
             refuse(error, speaks=env.local_rank == 0)
         play(stack, start, control, attempt_dir)
 
@@ -118,15 +117,6 @@ def attempt_key(env: RankEnv) -> str:
     return f"attempt/{env.node}"
 
 
-def refuse(error: LauncherError, speaks: bool) -> NoReturn:
-    """Leave before the run began; one rank says why, the others keep quiet until it has."""
-    if speaks:
-        print(error, file=sys.stderr, flush=True)
-    else:
-        time.sleep(QUIET_SECONDS)
-    sys.exit(error.code)
-
-
 def play(stack: ExitStack, start: Start, control: Control, attempt_dir: Path) -> NoReturn:
     """Join the others, play the role, report the end. From here on every failure reaches every rank."""
     from launcher.journal import Journal
@@ -165,7 +155,9 @@ def join(
         set_threads(device, env)
         if device.kind == "cuda" and runtime.memory_snapshot:
             record_history()
-        groups = join_groups(stack, env, device, topology, control, runtime.init_timeout)
+        point_traces(attempt_dir / "traces")
+        patience = collective_patience(runtime)
+        groups = join_groups(stack, env, device, topology, control, runtime.init_timeout, patience)
     from launcher.memory import MemoryWatcher
     from launcher.rank import Rank  # with transformers; whoever cannot join need not wait for it
 

@@ -78,13 +78,13 @@ def test_other_nodes_get_their_state_from_the_first() -> None:
         assert len(same) > 20 and all(same)
 
 
-def start(folder: Path, port: int, *flags: str, fault: str = "") -> list[Trial]:
-    """Two launchers at once, each with a run folder and a cache of its own."""
+def start(folder: Path, port: int, *flags: str, fault: str = "", own: tuple[str, str] = ("", "")) -> list[Trial]:
+    """Two launchers at once, each with a run folder and a cache of its own; `own`: a flag for each."""
 
     def node(number: int) -> Trial:
         mine = folder / f"node{number}"
         environment = {"TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(mine / "cache")}
-        words = [*FLAGS, f"--node-rank={number}", f"--master=127.0.0.1:{port}", *flags]
+        words = [*FLAGS, f"--node-rank={number}", f"--master=127.0.0.1:{port}", *flags, *own[number].split()]
         return run_trial(words, mine / "run", environment | {"LAUNCHER_FAULT": fault}, limit=240)
 
     with ThreadPoolExecutor(2) as pool:
@@ -125,6 +125,13 @@ def test_two_nodes_train_save_go_on_and_name_a_failure(tmp_path: Path, free_port
         assert trial.seconds < 120
     steps = [entry["step"] for entry in failed[0].metrics if "loss" in entry]
     assert steps[:5] == [1, 2, 3, 4, 5], "the drafters of both nodes went on at step 4"
+
+
+def test_nodes_with_other_splits_are_refused_on_both(tmp_path: Path, free_port: Callable[[], int]) -> None:
+    own = ("--topology.targets=1", "--topology.targets=2")
+    for trial in start(tmp_path, free_port(), "--nproc=3", own=own):
+        assert trial.code == 78 and "node 1 was started as 2t+1d, the first one as 1t+2d" in trial.console
+        assert trial.left == () and trial.seconds < 100
 
 
 @pytest.mark.parametrize(
