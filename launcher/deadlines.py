@@ -13,6 +13,8 @@ from launcher.plan_shapes import RunShape, run_shape
 
 # Bytes per second of a slow network disk, reading and writing.
 READ_RATE, WRITE_RATE = 50e6, 20e6
+# A deadline takes a moment to be noticed and told.
+MARGIN = 60.0
 # Operations per second of a rank that runs far below its best.
 COMPUTE_RATE = {"cuda": 2e12, "cpu": 2e9}
 # float32 masters and two moments; bf16 weights.
@@ -47,6 +49,12 @@ def deadlines(load: Load, kind: str) -> dict[str, float]:
         "save_timeout": load.checkpoint / WRITE_RATE,
     }
     return {name: max(default_of(name), float(round(seconds))) for name, seconds in wanted.items()}
+
+
+def collective_patience(runtime: RuntimeConfig) -> float:
+    """Seconds after which torch may give a collective up by itself: later than any deadline of ours would."""
+    longest = (runtime.init_timeout, 3 * runtime.step_timeout, runtime.save_timeout, runtime.eval_timeout)
+    return max(longest) + MARGIN
 
 
 def default_of(name: str) -> float:

@@ -143,4 +143,6 @@ def _strike(fault: Fault) -> None:
 def _out_of_memory() -> None:
     import torch  # noqa: PLC0415 - this module is imported where torch is not
 
+    if torch.cuda.is_available():
+        torch.empty(1 << 50, dtype=torch.uint8, device="cuda")
     raise torch.OutOfMemoryError("CUDA out of memory (injected)")

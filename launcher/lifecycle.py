@@ -38,7 +38,6 @@ if TYPE_CHECKING:
 
 # Seconds between two looks of a rank that has waited for a while.
 SLOW_POLL = 0.02
-PHASE_OPTIONS = {"turn": "compile.turn_timeout"}
 
 
 class Lifecycle:
@@ -69,7 +68,7 @@ class Lifecycle:
         self.control.set(f"member/{self.role.rank}", vars(me))
         own_connection = self.control.clone()
         self._watchdog = Watchdog(
-            own_connection, me, self.world_size, self._state, inbox, self._limits, self.run_dir, self._log, option_of
+            own_connection, me, self.world_size, self._state, inbox, self._limits, self.run_dir, self._log
         )
         self._watchdog.start()
         inbox.watched = True
@@ -182,8 +181,3 @@ class Lifecycle:
         write_status(self.run_dir, Status(state="running", reason="started", phase=self._state.phase.name))
         if (failure := known_failure(self.control)) is not None:
             write_status(self.run_dir, failed_status(failure, self.run_dir))
-
-
-def option_of(phase: str) -> str:
-    """The option that holds the deadline of a phase."""
-    return PHASE_OPTIONS.get(phase, f"runtime.{phase}_timeout")

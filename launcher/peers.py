@@ -78,14 +78,6 @@ def watches(me: Member, other: Member) -> bool:
     return me.local_rank == 0 and other.local_rank == 0
 
 
-def blame(own: Beat, others: list[Beat]) -> Beat:
-    """Whom to name when `own` runs out of time: itself if it works, else the working rank that is furthest behind."""
-    working = [beat for beat in others if not beat.waiting]
-    if not own.waiting or not working:
-        return own
-    return min(working, key=lambda beat: (beat.step, -beat.seconds))
-
-
 @dataclass
 class PeerTable:
     """All members of the run, and the watched ones among them."""

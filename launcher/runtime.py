@@ -11,6 +11,7 @@ from collections.abc import MutableMapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from launcher.config import Config
@@ -150,6 +151,14 @@ def prepare_environment(config: Config, env: RankEnv, environ: MutableMapping[st
     return device
 
 
+def point_traces(folder: Path, environ: MutableMapping[str, str] = os.environ) -> None:
+    """Where NCCL's watchdog writes what the flight recorder has, a file a rank; read when it does, not at import."""
+    folder.mkdir(parents=True, exist_ok=True)
+    # The second name is that of torch before 2.9.
+    for name in ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"):
+        environ.setdefault(name, f"{folder / 'nccl_watchdog_rank_'}")
+
+
 def _compile_threads(env: RankEnv) -> int:
     return max(1, min(16, (os.cpu_count() or 1) // env.local_world_size * 2))
 
@@ -190,15 +199,30 @@ def connect(env: RankEnv, timeout: float) -> Control:
 
 
 def join_groups(
-    stack: ExitStack, env: RankEnv, device: Device, topology: Topology, control: Control, timeout: float
+    stack: ExitStack,
+    env: RankEnv,
+    device: Device,
+    topology: Topology,
+    control: Control,
+    timeout: float,
+    patience: float,
 ) -> Groups:
-    """Create all process groups, in the same order on every rank; the stack tears them down."""
+    """Create all process groups, in the same order on every rank; the stack tears them down.
+
+    Args:
+        timeout: seconds until all ranks have met.
+        patience: seconds after which a collective is given up; longer than any deadline, whose error says more.
+    """
     import torch.distributed as dist
 
-    limit = timedelta(seconds=timeout)
     dist.init_process_group(
-        "gloo", store=control.group_store("world"), rank=env.rank, world_size=env.world_size, timeout=limit
+        "gloo",
+        store=control.group_store("world"),
+        rank=env.rank,
+        world_size=env.world_size,
+        timeout=timedelta(seconds=timeout),
     )
+    limit = timedelta(seconds=patience)
     stack.callback(dist.destroy_process_group)
     # NCCL refuses two ranks on one GPU; gloo then carries rows through the host.
     backend = "nccl" if device.kind == "cuda" and not device.shared else "gloo"

@@ -112,8 +112,15 @@ def _rows(status: Status) -> list[tuple[str, str | None]]:
         ("what", status.reason or None),
         ("where", ", ".join(part for part in where if part) or None),
         ("log", status.log and _short(status.log)),
+        ("traces", _traces(status)),
         ("checkpoint", checkpoint and _short(checkpoint)),
     ]
+
+
+def _traces(status: Status) -> str | None:
+    """Where the flight recorder and the allocator left something, if they did."""
+    folder = None if status.log is None else Path(status.log).parent / "traces"
+    return _short(str(folder)) if folder is not None and any(folder.glob("*")) else None
 
 
 def _next_word(status: Status) -> str:

@@ -13,7 +13,6 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
@@ -30,7 +29,8 @@ from launcher.outcome import (
     stopped_status,
     tell_node,
 )
-from launcher.peers import Beat, Member, PeerTable, blame
+from launcher.overdue import blame, overdue
+from launcher.peers import Beat, Member, PeerTable
 from launcher.rank_state import Limits, Phase, RankState
 from launcher.signal_inbox import SignalInbox
 from launcher.stacks import dump_stacks, is_in_collective
@@ -46,6 +46,8 @@ LAST_SECONDS = 3.0
 # After its goodbye a rank has this long to tear down; Inductor's worker pool can hang there (pytorch issue #162199).
 LEAVE_SECONDS = 10.0
 STORE_LOST_SECONDS = 5.0
+# Errors of ranks that do not move: what the others are at, and in which collective, helps to see why.
+STUCK = {"DeadlineError", "PeerSilent"}
 # A blamed rank without a heartbeat for so long is killed by its peers.
 MUTE_SECONDS = 5.0
 
@@ -62,8 +64,8 @@ class Watchdog:
     limits: Limits
     run_dir: Path
     log: IO[str]
-    option_of: Callable[[str], str]
     _closing: bool = False
+    _dumped: bool = False
     _stop_since: float | None = None
     _failed_since: float | None = None
     _store_ok: float = 0.0
@@ -112,8 +114,6 @@ class Watchdog:
             self._on_store_error(error, now)
         self._enforce(now)
 
-    # Signals
-
     def _read_signals(self, now: float) -> None:
         if self._wish.read(now) and not (self.state.failure or self.state.left):
             self._leave_stopped(", left at once after a second signal")
@@ -129,8 +129,6 @@ class Watchdog:
         else:
             self.control.claim(STOP_KEY, {"code": int(code), "rank": self.me.rank})
             self.state.stop = code
-
-    # Messages of others
 
     def _read_messages(self) -> None:
         if self.state.failure is None and (failure := known_failure(self.control)) is not None:
@@ -156,17 +154,8 @@ class Watchdog:
         for beat in [own, *beats]:
             self._say(f"  {beat}")
         culprit = blame(own, beats)
-        waiting = f", waiting for {self.state.waiting_for}" if culprit is own and self.state.waiting_for else ""
-        reason = f"phase {phase.name} took longer than {phase.timeout:.0f} s{waiting}"
-        if culprit is not own:
-            reason += f" on rank {self.me.rank} {self.me.role}, which waits; rank {culprit.rank} keeps it waiting"
-        reason += f" -> see the stacks in its log; if it is only slow, raise {self.option_of(phase.name)}"
         where = self.peers.member(culprit.rank)
-        self._publish(
-            Failure(
-                where.rank, where.role, culprit.phase, culprit.step, ExitCode.RETRY, "DeadlineError", reason, where.log
-            )
-        )
+        self._publish(overdue(phase, own, culprit, where, self.state.waiting_for))
 
     def _own_beat(self, phase: Phase) -> Beat:
         waiting = self.state.waiting_for is not None or is_in_collective(threading.get_ident())
@@ -181,8 +170,6 @@ class Watchdog:
         self.control.set(f"beat/{self.me.rank}", vars(self._own_beat(self.state.phase)))
         # A C thread: it shows the stack of whatever keeps the GIL, which no Python thread could.
         faulthandler.dump_traceback_later(0.8 * self.limits.heartbeat, file=self.log)
-
-    # Peers
 
     def _check_peers(self, now: float) -> None:
         if self.state.failure or self.state.left:
@@ -201,6 +188,8 @@ class Watchdog:
         """Take in the failure of the run. A mute rank cannot leave by itself; torchrun would kill it after 30 s."""
         if self.peers.is_mute(failure.rank, min(MUTE_SECONDS, self.limits.heartbeat)):
             self.peers.member(failure.rank).kill()
+        if failure.error in STUCK and not self._dumped:
+            self._dump(f"dump because {failure}")
         # Only now: the main thread leaves as soon as it sees this.
         self.state.failure = failure
 
@@ -251,6 +240,7 @@ class Watchdog:
         os._exit(process_code(code))
 
     def _dump(self, why: str) -> None:
+        self._dumped = True
         dump_stacks(self.log, why, Path(self.me.log).parent / "traces", self.me.rank)
 
     def _say(self, text: str) -> None:

@@ -155,7 +155,8 @@ def join(
         set_threads(device, env)
         if device.kind == "cuda" and runtime.memory_snapshot:
             record_history()
-        point_traces(attempt_dir / "traces")
+        if device.kind == "cuda":
+            point_traces(attempt_dir / "traces")
         patience = collective_patience(runtime)
         groups = join_groups(stack, env, device, topology, control, runtime.init_timeout, patience)
     from launcher.memory import MemoryWatcher

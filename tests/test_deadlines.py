@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from launcher.config import PRESETS, Config, load_toml, merge, validate
-from launcher.deadlines import Load, deadlines, default_of, load_of, scale_deadlines
+from launcher.deadlines import Load, collective_patience, deadlines, default_of, load_of, scale_deadlines
 from launcher.plan_shapes import run_shape
 
 
@@ -47,3 +47,9 @@ def test_what_was_asked_for_is_kept() -> None:
 def test_an_unknown_target_keeps_the_defaults() -> None:
     config = validate({"target": {"model": "nobody/nothing"}})
     assert scale_deadlines(config, "cuda") == (config, [])
+
+
+def test_torch_gives_up_later_than_any_deadline() -> None:
+    """Else a save of 300 s on one rank would end the others after 180 s, with a gloo timeout for an error."""
+    assert collective_patience(preset("tiny").runtime) == 1860
+    assert collective_patience(preset("tiny", step_timeout=5000.0).runtime) == 15060

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pynvml
@@ -9,7 +10,7 @@ import pytest
 
 from launcher.config import Config
 from launcher.errors import UserError
-from launcher.runtime import Device, RankEnv, choose_device, gpu_uuids, prepare_environment
+from launcher.runtime import Device, RankEnv, choose_device, gpu_uuids, point_traces, prepare_environment
 
 GPUS = [f"GPU-{letter * 4}" for letter in "abcd"]
 
@@ -70,3 +71,13 @@ def test_environment_is_masked_and_keeps_the_users_values() -> None:
     assert environ["CUDA_VISIBLE_DEVICES"] == GPUS[1]
     assert environ["TORCH_FR_BUFFER_SIZE"] == "7"
     assert environ["GLOO_SOCKET_IFNAME"] == "lo", "one node binds loopback only"
+
+
+def test_the_flight_recorder_is_on_under_both_names_and_writes_into_the_run(tmp_path: Path) -> None:
+    environ: dict[str, Any] = {}
+    prepare_environment(Config(), rank_env(0, 2), environ)
+    assert environ["TORCH_FR_BUFFER_SIZE"] == environ["TORCH_NCCL_TRACE_BUFFER_SIZE"] == "2000"
+    assert environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] == "1"
+    point_traces(tmp_path / "traces", environ)
+    for name in ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"):
+        assert environ[name] == str(tmp_path / "traces/nccl_watchdog_rank_")

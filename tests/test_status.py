@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -63,3 +64,13 @@ def test_a_markup_like_reason_is_printed_as_it_is() -> None:
 def test_finished_has_no_next_command(tmp_path: Path) -> None:
     status = finished_status("trained 10 steps", 10, tmp_path)
     assert (status.code, status.next_command) == (0, None)
+
+
+def test_the_box_says_where_traces_are_if_there_are_any(tmp_path: Path) -> None:
+    failure = replace(FAILURE, log=str(tmp_path / "attempts/1/rank_6.log"))
+    traces = tmp_path / "attempts/1/traces"
+    traces.mkdir(parents=True)
+    assert "traces" not in final_box(failed_status(failure, tmp_path))
+    (traces / "nccl_rank_6.json").touch()
+    box = final_box(failed_status(failure, tmp_path))
+    assert str(traces) in "".join(box.replace("\N{BOX DRAWINGS LIGHT VERTICAL}", "").split())

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, cast
 
 import pytest
 
-from launcher.peers import Beat, Member, PeerTable, blame, watches
+from launcher.overdue import blame
+from launcher.peers import Beat, Member, PeerTable, watches
 from launcher.processes import crash_in, describe_exit, is_alive, read_process
 from launcher.stacks import is_in_collective
 from launcher.topology import Role

@@ -1,0 +1,42 @@
+"""Whom to blame for a phase that took too long, and what to say. No torch, no threads."""
+
+from __future__ import annotations
+
+from launcher.errors import ExitCode
+from launcher.outcome import Failure
+from launcher.peers import Beat, Member
+from launcher.rank_state import Phase
+
+PHASE_OPTIONS = {"turn": "compile.turn_timeout"}
+
+
+def option_of(phase: str) -> str:
+    """The option that holds the deadline of a phase."""
+    return PHASE_OPTIONS.get(phase, f"runtime.{phase}_timeout")
+
+
+def blame(own: Beat, others: list[Beat]) -> Beat:
+    """Whom to name when `own` runs out of time: itself if it works, else the working rank that is furthest behind."""
+    working = [beat for beat in others if not beat.waiting]
+    if not own.waiting or not working:
+        return own
+    return min(working, key=lambda beat: (beat.step, -beat.seconds))
+
+
+def overdue(phase: Phase, own: Beat, culprit: Beat, member: Member, waiting_for: str | None) -> Failure:
+    """The failure of a phase whose deadline has passed.
+
+    Args:
+        own: the rank that noticed.
+        culprit: the rank to blame, whose `member` is given.
+        waiting_for: what `own` waits for.
+    """
+    reason = f"phase {phase.name} took longer than {phase.timeout:.0f} s"
+    if culprit is not own:
+        reason += f" on rank {own.rank} {own.role}, which waits; rank {culprit.rank} keeps it waiting"
+    elif waiting_for:
+        reason += f", waiting for {waiting_for}"
+    reason += f" -> see the stacks in its log; if it is only slow, raise {option_of(phase.name)}"
+    return Failure(
+        member.rank, member.role, culprit.phase, culprit.step, ExitCode.RETRY, "DeadlineError", reason, member.log
+    )
