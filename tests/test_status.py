@@ -66,7 +66,7 @@ def test_finished_has_no_next_command(tmp_path: Path) -> None:
     assert (status.code, status.next_command) == (0, None)
 
 
-def test_the_box_says_where_traces_are_if_there_are_any(tmp_path: Path) -> None:
+def test_the_box_says_where_the_flight_recorder_wrote(tmp_path: Path) -> None:
     failure = replace(FAILURE, log=str(tmp_path / "attempts/1/rank_6.log"))
     traces = tmp_path / "attempts/1/traces"
     traces.mkdir(parents=True)
