@@ -91,6 +91,7 @@ def _numbers(prediction: Prediction, gpu: Gpu) -> dict[str, Any]:
         "transfer_gbs": round(prediction.transfer_bytes / 1e9, 2),
         "gather_gb": round(prediction.exchange.gather_bytes / 1e9, 2),
         "reduce_gb": round(prediction.exchange.reduce_bytes / 1e9, 2),
+        "network_gb": round(prediction.exchange.network_bytes / 1e9, 2),
         "exposed_ms": round(prediction.exchange.exposed * 1e3, 1),
         "rows_per_step": prediction.rows_per_step,
     }
@@ -139,7 +140,8 @@ def _exchange_line(best: Prediction) -> str:
         return "FSDP2: one drafter, nothing to exchange"
     return (
         f"FSDP2: {exchange.gather_bytes / 1e9:.1f} GB gathered and {exchange.reduce_bytes / 1e9:.1f} GB reduced a step"
-        f" and drafter, {(exchange.gather + exchange.reduce) * 1e3:.1f} ms, of which compute does not hide"
+        f" and drafter, {exchange.network_bytes / 1e9:.1f} GB added up between nodes:"
+        f" {(exchange.gather + exchange.reduce) * 1e3:.1f} ms, of which compute does not hide"
         f" {exchange.exposed * 1e3:.1f}"
     )
 

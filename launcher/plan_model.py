@@ -7,6 +7,7 @@ those and to shapes that it was not fitted to. What comes over a network has not
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from launcher.balance import Rates, possible_splits
@@ -23,7 +24,7 @@ UPDATE_SHARE = 0.73
 LINK_SHARE = 0.67
 # FSDP2's casts and copies around its collectives, by parameter and step (10.8 ms for 1.05 B parameters).
 SHARDING_BYTES = 36
-# A ring collective passes every rank once: seconds a hop, in a node and between nodes.
+# Seconds of a hop that a collective makes, in a node and between nodes.
 HOP_SECONDS, NETWORK_HOP_SECONDS = 3e-6, 12e-6
 # The control store answers this many requests a second (measured on two CPU cores), and a row takes about this many.
 STORE_REQUESTS, REQUESTS_PER_ROW = 40_000, 12
@@ -39,6 +40,8 @@ class Exchange:
 
     gather_bytes: float = 0.0
     reduce_bytes: float = 0.0
+    network_bytes: float = 0.0
+    """Of the reduction, between nodes."""
     gather: float = 0.0
     reduce: float = 0.0
     exposed: float = 0.0
@@ -101,15 +104,15 @@ class Prediction:
 
 def predict(shape: RunShape, gpu: Gpu, split: Split, nodes: int) -> Prediction:
     """Rates, memory and traffic of a split."""
-    drafters = split.drafters * nodes
-    exchange = fsdp_exchange(shape, gpu, split.drafters, nodes)
+    drafters, shards = split.drafters * nodes, split.drafters  # a node holds the weights whole
+    exchange, sharded = fsdp_exchange(shape, gpu, shards, nodes), drafters > 1
     return Prediction(
         split,
         nodes,
-        Rates(target_seconds(shape, gpu, split.target_tp), drafter_seconds(shape, gpu, drafters, exchange)),
+        Rates(target_seconds(shape, gpu, split.target_tp), drafter_seconds(shape, gpu, shards, exchange, sharded)),
         exchange,
         target_memory(shape, split.target_tp),
-        drafter_memory(shape, drafters),
+        drafter_memory(shape, shards, sharded),
         shape.row_bytes,
         shape.context,
         shape.accumulation * drafters,
@@ -128,11 +131,11 @@ def target_seconds(shape: RunShape, gpu: Gpu, target_tp: int = 1) -> float:
     return shape.target.operations(shape.context, shape.visible) / rate
 
 
-def drafter_seconds(shape: RunShape, gpu: Gpu, drafters: int, exchange: Exchange) -> float:
+def drafter_seconds(shape: RunShape, gpu: Gpu, shards: int, exchange: Exchange, sharded: bool = False) -> float:
     """Seconds of a row: all its draws, and its share of the update and of what FSDP2 does not hide."""
     return (
         micro_batch_seconds(shape, gpu) * shape.draws
-        + (update_seconds(shape, gpu, drafters, sharded=drafters > 1) + exchange.exposed) / shape.accumulation
+        + (update_seconds(shape, gpu, shards, sharded) + exchange.exposed) / shape.accumulation
     )
 
 
@@ -140,32 +143,34 @@ def micro_batch_seconds(shape: RunShape, gpu: Gpu) -> float:
     return shape.work.total / _compute_rate(shape, gpu)
 
 
-def update_seconds(shape: RunShape, gpu: Gpu, drafters: int, sharded: bool) -> float:
+def update_seconds(shape: RunShape, gpu: Gpu, shards: int, sharded: bool) -> float:
     """AdamW over this rank's shard, and FSDP2's copies of the whole where it is sharded."""
     parameters = shape.work.parameters
     copies = SHARDING_BYTES * parameters * sharded
-    return (update_bytes(parameters // drafters) + copies) / (gpu.memory_tbs * 1e12 * UPDATE_SHARE)
+    return (update_bytes(parameters // shards) + copies) / (gpu.memory_tbs * 1e12 * UPDATE_SHARE)
 
 
 def fsdp_exchange(shape: RunShape, gpu: Gpu, drafters_per_node: int, nodes: int) -> Exchange:
-    """Weights gathered once a step (bf16) behind forward, gradients reduced once (float32) behind the last backward."""
-    drafters = drafters_per_node * nodes
-    if drafters == 1:
+    """What a step moves: weights gathered once (bf16) behind forward, gradients reduced once (float32) behind the last
+    backward, both inside a node; between nodes the sums of every shard's gradients, over each GPU's own card."""
+    if drafters_per_node * nodes == 1:
         return Exchange()
-    # Rings leave a node through every drafter's own network card.
-    bandwidth = min(gpu.link_gbs, drafters_per_node * gpu.network_gbs) if nodes > 1 else gpu.link_gbs
-    hop = NETWORK_HOP_SECONDS if nodes > 1 else HOP_SECONDS
-    groups = shape.drafter.num_layers + 1
-    moved = shape.work.parameters * (drafters - 1) / drafters
-    gather_bytes, reduce_bytes = 2 * moved, 4 * moved
-    latency = groups * (drafters - 1) * hop
-    gather, reduce = (latency + size / (bandwidth * 1e9 * LINK_SHARE) for size in (gather_bytes, reduce_bytes))
+    groups, parameters = shape.drafter.num_layers + 1, shape.work.parameters
+    others = (drafters_per_node - 1) / drafters_per_node
+    gather_bytes, reduce_bytes = 2 * parameters * others, 4 * parameters * others
+    network_bytes = 2 * 4 * parameters / drafters_per_node * (nodes - 1) / nodes
+    link, network = (rate * 1e9 * LINK_SHARE for rate in (gpu.link_gbs, gpu.network_gbs))
+    hops = groups * (drafters_per_node - 1) * HOP_SECONDS
+    # NCCL adds small messages up along trees: up and down again.
+    network_hops = groups * 2 * math.log2(nodes) * NETWORK_HOP_SECONDS
+    gather = hops + gather_bytes / link
+    reduce = hops + reduce_bytes / link + network_hops + network_bytes / network
     rate = _compute_rate(shape, gpu)
     # The first group's gather and the last one's reduction have nothing to hide behind.
     hidden = min(gather * (1 - 1 / groups), shape.work.forward / rate) + min(
         reduce * (1 - 1 / groups), shape.work.backward / rate
     )
-    return Exchange(gather_bytes, reduce_bytes, gather, reduce, gather + reduce - hidden)
+    return Exchange(gather_bytes, reduce_bytes, network_bytes, gather, reduce, gather + reduce - hidden)
 
 
 def target_memory(shape: RunShape, target_tp: int = 1) -> float:
@@ -185,13 +190,13 @@ def target_ranks(shape: RunShape, gpu: Gpu) -> int | None:
     return next((size for size in sizes if target_memory(shape, size) <= gpu.memory_gb * 1e9), None)
 
 
-def drafter_memory(shape: RunShape, drafters: int) -> float:
+def drafter_memory(shape: RunShape, shards: int, sharded: bool) -> float:
     """Bytes of a drafter's rank at the peak of its step."""
     parameters, drafter = shape.work.parameters, shape.drafter
     accumulating = shape.accumulation * shape.draws > 1
     # FSDP2 keeps float32 masters and moments in shards and gathers working copies; one rank keeps everything.
-    if drafters > 1:
-        kept, state = 12 * parameters / drafters, StateBytes(parameters * (2 + 4 * accumulating), 4 * parameters)
+    if sharded:
+        kept, state = 12 * parameters / shards, StateBytes(parameters * (2 + 4 * accumulating), 4 * parameters)
     else:
         kept, state = 14 * parameters, StateBytes(4 * parameters * accumulating, 2 * parameters)
     ends = (1 if shape.tied else 2) * drafter.vocab_size * drafter.hidden_size * COMPUTE_BYTES
@@ -222,8 +227,8 @@ class Scaling:
             return f"the control store on the first node answers {STORE_REQUESTS:,} requests a second"
         grown = 1e3 * (after.exchange.exposed - end.exchange.exposed)
         return (
-            f"FSDP2 moves {after.exchange.gather_bytes / 1e9:.1f} and {after.exchange.reduce_bytes / 1e9:.1f} GB a step"
-            f" over {gpu.network_gbs:.0f} GB/s cards, {grown:.0f} ms more than compute hides"
+            f"each drafter exchanges {after.exchange.network_bytes / 1e9:.1f} GB of gradients a step with other nodes"
+            f" over its {gpu.network_gbs:.0f} GB/s card, {grown:.0f} ms more than compute hides"
         )
 
 

@@ -126,6 +126,18 @@ def _rates(record: RunRecord) -> list[tuple[str, str]]:
         ("rows", f"{median(rows):.2f} per second"),
         ("tokens", f"{median(tokens):,.0f} per second"),
         ("waiting for rows", f"{waited:.1%} of the time"),
+        *_target_side(record),
+    ]
+
+
+def _target_side(record: RunRecord) -> list[tuple[str, str]]:
+    """What the targets did; runs of earlier versions did not record it."""
+    waits, ready = record.series("target_wait")[1], record.series("rows_ready")[1]
+    if not waits:
+        return []
+    return [
+        ("targets waiting for drafters", f"{mean(waits):.1%} of the time"),
+        ("rows on their way when one was asked for", f"{mean(ready):.1f}"),
     ]
 
 

@@ -14,7 +14,7 @@ from matplotlib.patches import Rectangle
 
 from launcher.errors import UserError
 from launcher.figures import accuracy_figure, throughput_figure, training_figure
-from launcher.report import main
+from launcher.report import main, summary
 from launcher.run_record import RunRecord, Sample, close_gaps, merge_steps, read_run
 from launcher.status import Status, write_status
 from launcher.timelines import compile_figure, memory_figure
@@ -199,3 +199,12 @@ def test_tensorboard_is_refilled_from_the_record(run: Path, tmp_path: Path) -> N
     (run / "metrics.jsonl").unlink()
     with pytest.raises(UserError, match="no metrics yet"):
         main([str(run), "--tensorboard", str(tmp_path / "empty")])
+
+
+def test_the_summary_says_who_waited_where_that_was_recorded(run: Path) -> None:
+    assert "targets waiting" not in summary(read_run(run), [])
+    waited = [step_line(step, target_wait=0.5 + step / 100, rows_ready=2) for step in (1, 3)]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in waited))
+    text = summary(read_run(run), [])
+    assert "| targets waiting for drafters | 52.0% of the time |" in text
+    assert "| rows on their way when one was asked for | 2.0 |" in text
