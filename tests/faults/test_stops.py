@@ -34,7 +34,7 @@ RECOMPILE = Scenario(
         Start(
             # The target is some rows ahead.
             "recompile@step:1:1;slow=5@step:4:0",
-            ("--compile.on_recompile=warn", "--runtime.grace=120"),
+            ("--compile.on_recompile=warn", "--runtime.grace=200", "--runtime.step_timeout=200"),
             act=_look_at_its_sockets_and_interrupt,
             compiled=True,
         ),

@@ -1,0 +1,57 @@
+"""What a downloaded model may not do. Checkpoints, caches and sockets are in their own tests: `test_checkpoint`
+(private files, no pickles), `test_compile_cache` (private folders, bundles that reach outside), `faults/test_stops`
+(one node listens on the loopback address alone)."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from launcher.config import Config
+from models.target import load_config
+from models.target_files import load_tokenizer, resolve_target
+
+CODE = """
+from pathlib import Path
+from transformers import LlamaConfig, PreTrainedTokenizerFast
+Path(__file__).with_name("ran").touch()
+Path({marker!r}).touch()
+class OwnConfig(LlamaConfig):
+    model_type = "own"
+class OwnTokenizer(PreTrainedTokenizerFast):
+    pass
+"""
+
+
+def model_with_code(folder: Path) -> Path:
+    """A model whose config and tokenizer come with Python code, which leaves a file when it runs."""
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({"model_type": "own", "auto_map": {"AutoConfig": "own.OwnConfig"}}))
+    tokenizer = {"tokenizer_class": "OwnTokenizer", "auto_map": {"AutoTokenizer": [None, "own.OwnTokenizer"]}}
+    (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer))
+    (folder / "own.py").write_text(CODE.format(marker=str(folder / "marker")))
+    return folder
+
+
+def test_code_that_comes_with_a_model_runs_only_if_trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    folder = model_with_code(tmp_path / "model")
+    trust = Config().target.trust_remote_code
+    assert trust is False
+    with pytest.raises(ValueError, match="target.model"):
+        load_config(folder, trust)
+    with pytest.raises(ValueError, match="target.model"):
+        load_tokenizer(folder, trust)
+    assert not (folder / "marker").exists()
+    assert type(load_config(folder, trust_remote_code=True)).__name__ == "OwnConfig"
+    assert (folder / "marker").exists(), "the test's code does run where it may"
+
+
+def test_weights_as_pickles_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    torch.save({"weight": torch.ones(1)}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(ValueError, match=r"no \*.safetensors .* other weight formats are not read"):
+        resolve_target(str(tmp_path))
