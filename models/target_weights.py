@@ -23,9 +23,13 @@ from models.target_random import RandomWeights
 def load_config(folder: Path, trust_remote_code: bool = False) -> PreTrainedConfig:
     """The model's config, from its folder only."""
     try:
-        return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
     except (OSError, ValueError, KeyError) as error:
         raise ValueError(f"target.model: cannot read {folder}/config.json: {first_line(error)}") from error
+    if getattr(config.get_text_config(decoder=True), "attn_logit_softcapping", None):
+        # transformers' SDPA leaves the soft cap out: up to 5.17 without a word, and as the default.
+        config._attn_implementation = "eager"
+    return config
 
 
 def cut_config(config: PreTrainedConfig, num_layers: int) -> PreTrainedConfig:

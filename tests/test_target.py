@@ -48,7 +48,8 @@ DOCUMENTS = (9, 14, 6)
 def save_small(family: str, folder: Path, **changes: Any) -> PreTrainedModel:
     torch.manual_seed(0)
     config = AutoConfig.for_model(family.split("-")[0], **SMALL | FAMILIES[family] | changes)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    # Eager attention is the definition: SDPA leaves out Gemma 2's soft cap in some versions.
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
     for parameter in model.parameters():  # larger than usual, so that attention and soft caps matter
         parameter.data += 0.1 * torch.randn_like(parameter)
     model.save_pretrained(folder)
