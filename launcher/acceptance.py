@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from launcher.config import EvalConfig
+from launcher.config_sections import EvalConfig
 from launcher.rank import Models, Rank, user_input
 from launcher.schedule import Schedule, is_due
 from launcher.target_team import TargetTeam

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed import DeviceMesh
 
 from launcher.bench_timing import Marks, copy_rate, matmul_rate
-from launcher.config import TrainConfig
+from launcher.config_sections import TrainConfig
 from launcher.drafter_step import DrafterStep
 from launcher.plan_shapes import step_shape
 from launcher.step_optimizers import DTYPES

@@ -38,7 +38,7 @@ from launcher.manifest import seal_files, set_score, write_durably, write_manife
 from launcher.votes import VoteFailed, Votes, describe
 
 if TYPE_CHECKING:
-    from launcher.config import CheckpointConfig
+    from launcher.config_sections import CheckpointConfig
 
 Wait = Callable[[Callable[[], bool], str, float], None]
 log = logging.getLogger(__name__)

@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from launcher.chat_mask import ChatRenderer
 from launcher.chats import ChatSource, Problem, parse_chat, report
-from launcher.config import DataConfig
+from launcher.config_sections import DataConfig
 from launcher.errors import UserError
 from launcher.packing import Row, layout_row
 from launcher.row_builder import PackStats, RowOptions, build_rows

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from launcher.config import Config, RuntimeConfig
+from launcher.config import Config
+from launcher.config_sections import RuntimeConfig
 from launcher.errors import UserError
 from launcher.plan_shapes import RunShape, run_shape
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from launcher.config import TrainConfig
+from launcher.config_sections import TrainConfig
 from launcher.step_memory import StateBytes
 from launcher.step_optimizers import DTYPES, ShardedAdamW, WholeAdamW
 from models.dflash import DFlashDrafter

@@ -32,7 +32,7 @@ from launcher.status import Status, write_status
 from launcher.watchdog import Watchdog
 
 if TYPE_CHECKING:
-    from launcher.config import RuntimeConfig
+    from launcher.config_sections import RuntimeConfig
     from launcher.control import Control
     from launcher.topology import Role
 

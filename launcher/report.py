@@ -13,7 +13,7 @@ from statistics import mean, median
 from typing import Any
 
 from launcher.command_parser import CommandParser
-from launcher.config import RuntimeConfig
+from launcher.config_sections import RuntimeConfig
 from launcher.errors import UserError
 from launcher.run_record import RunRecord, read_run
 from launcher.sinks import TensorBoardSink

@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from launcher.config import TrainConfig
+from launcher.config_sections import TrainConfig
 from launcher.topology import Topology
 
 

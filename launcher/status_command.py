@@ -12,7 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from launcher.command_parser import CommandParser
-from launcher.config import RuntimeConfig
+from launcher.config_sections import RuntimeConfig
 from launcher.errors import UserError
 from launcher.status import FILE_NAME, final_box, read_status
 

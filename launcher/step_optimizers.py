@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from launcher.config import TrainConfig
+from launcher.config_sections import TrainConfig
 from models.master_weights import MasterWeights
 
 DTYPES = {"bf16": torch.bfloat16, "float32": torch.float32, "float8": torch.bfloat16}

@@ -55,6 +55,7 @@ def pass_target_gate(
     target: TappedTarget,
     run_row: Callable[[], RowBatch],
     announce: Callable[[str], None],
+    record: Callable[[TurnReport], None],
 ) -> TurnReport:
     """Take this target's turn.
 
@@ -64,6 +65,7 @@ def pass_target_gate(
         target: not compiled yet.
         run_row: runs the target on the same row each time it is called.
         announce: gets a line for the console.
+        record: gets the report, proved or not.
 
     Raises:
         ProofError: the compiled target is not what it should be; the message says what was missing.
@@ -86,6 +88,7 @@ def pass_target_gate(
         report = TurnReport(rank, "target", *times, dict(watch.laps), *cache, 0, asdict(proof), not proof.missing)
         hits = f"{cache[0]} cache hits" + (f", {cache[1]} misses" if cache[1] else "")
         announce(f"compile target {turn.place + 1}/{turn.count} rank {rank} {times[2]:.1f} s ({hits})  {proof.line()}")
+        record(report)
         if proof.missing:
             raise ProofError("; ".join(proof.missing), ADVICE)
     return report

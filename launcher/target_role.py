@@ -9,6 +9,7 @@ from torch import Tensor
 from launcher import faults
 from launcher.acceptance import answer_evaluation, evaluation_steps
 from launcher.barrier import OrderedTurns
+from launcher.compile_report import TurnBook, TurnReport
 from launcher.data import PackedRows, eval_prompts, prepare_rows, row_order
 from launcher.rank import Models, Rank, agree_schedule, describe_models
 from launcher.recompiles import explain_recompiles, forbid_recompiles
@@ -88,8 +89,17 @@ class RowProducer:
 
         rank = self._rank
         announce = partial(rank.journal.announce, every_rank=self._team.leads)
-        pass_target_gate(rank.role.rank, self._team.turn(turns), self._target, run_row, announce)
+        turn = self._team.turn(turns)
+        pass_target_gate(rank.role.rank, turn, self._target, run_row, announce, self._record)
         forbid_recompiles(rank.config.compile.on_recompile)
+
+    def _record(self, report: TurnReport) -> None:
+        """Hand the turn in for compile_report.json; a target has one, whatever the number of its ranks."""
+        if self._team.leads:
+            rank = self._rank
+            header = {"turns_order": rank.config.compile.turns, "attention": rank.config.target.attention}
+            path = rank.config.runtime.run_dir / "compile_report.json"
+            TurnBook(path, rank.control, rank.gate_ranks, header).add(report)
 
     def produce(self, schedule: Schedule, step: int) -> bool:
         """This target's rows of one step; False when the run stops."""

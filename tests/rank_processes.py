@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[1]
 if __name__ == "__main__":
     sys.path[0] = str(ROOT)
 
-from launcher.config import RuntimeConfig  # noqa: E402
+from launcher.config_sections import RuntimeConfig  # noqa: E402
 from launcher.lifecycle import Lifecycle  # noqa: E402
 from launcher.topology import Role  # noqa: E402
 

@@ -20,7 +20,7 @@ from torch.distributed.fsdp import fully_shard
 from launcher.checkpoint import Checkpointer, SaveFailed
 from launcher.checkpoint_folder import checkpoints_of, find_checkpoint, newest_published, published, to_remove
 from launcher.checkpoint_io import RecordReader, merge_values, split_state
-from launcher.config import CheckpointConfig
+from launcher.config_sections import CheckpointConfig
 from launcher.errors import UserError
 from launcher.manifest import problems_of, read_manifest
 from tests.rank_pool import run_ranks

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from launcher.chat_mask import ChatRenderer
 from launcher.chats import Chat, Problem, parse_chat
-from launcher.config import DataConfig
+from launcher.config_sections import DataConfig
 from launcher.data import eval_prompts, held_out, prepare_rows, row_order
 from launcher.errors import UserError
 from tests.small_tokenizer import (

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from launcher.config import PRESETS, Config, load_toml, merge, validate
+from launcher.config import Config, load_toml, merge, validate
+from launcher.config_sections import PRESETS
 from launcher.deadlines import Load, collective_patience, deadlines, default_of, load_of, scale_deadlines
 from launcher.plan_shapes import run_shape
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from launcher.chats import ChatSource, parse_chat
-from launcher.config import DEMO_CHATS
+from launcher.config_sections import DEMO_CHATS
 from launcher.demo_chats import usable
 from launcher.demo_prompts import TEMPLATES, compose_prompts
 

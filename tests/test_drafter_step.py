@@ -14,7 +14,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from launcher.compile_gate import cache_counts
-from launcher.config import TrainConfig
+from launcher.config_sections import TrainConfig
 from launcher.drafter_step import DrafterStep, learning_rate
 from launcher.recompiles import forbid_recompiles
 from tests.training import make_batch, make_step

@@ -9,7 +9,8 @@ import torch
 
 from launcher.checkpoint import Checkpointer
 from launcher.cli import parse
-from launcher.config import CheckpointConfig, for_device, to_toml
+from launcher.config import for_device, to_toml
+from launcher.config_sections import CheckpointConfig
 from launcher.errors import UserError
 from launcher.export_command import main
 from launcher.rank import describe_models

@@ -6,7 +6,7 @@ from itertools import chain
 
 import pytest
 
-from launcher.config import TrainConfig
+from launcher.config_sections import TrainConfig
 from launcher.schedule import Schedule, is_due, total_steps
 from launcher.topology import Split, build_topology
 

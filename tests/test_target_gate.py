@@ -19,6 +19,9 @@ from tests.gates import StandIn
 from tests.test_target import LAYER_IDS, packed_row, save_small
 
 
+RECORDED: list[TurnReport] = []
+
+
 @pytest.fixture
 def target(tmp_path: Path) -> TappedTarget:
     torch.compiler.reset()
@@ -39,7 +42,7 @@ def take_turn(target: TappedTarget, console: list[str]) -> TurnReport:
     def run_row() -> RowBatch:
         return RowBatch(0, target(ids, doc, positions), ids, torch.ones_like(ids).bool(), doc, positions)
 
-    return pass_target_gate(0, turns.turn(0), target, run_row, console.append)
+    return pass_target_gate(0, turns.turn(0), target, run_row, console.append, RECORDED.append)
 
 
 def test_a_good_turn_is_proved(target: TappedTarget) -> None:
@@ -56,7 +59,7 @@ def test_other_features_than_stock_end_the_run(target: TappedTarget, monkeypatch
     console: list[str] = []
     with pytest.raises(ProofError, match="features differ from stock transformers'"):
         take_turn(target, console)
-    assert "NOT PROVED" in console[0]
+    assert "NOT PROVED" in console[0] and not RECORDED[-1].verified
 
 
 def test_problems_are_named() -> None:

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import DeviceMesh
 
-from launcher.config import TrainConfig
+from launcher.config_sections import TrainConfig
 from launcher.drafter_step import DrafterStep
 from models.dflash import DFlashConfig, DFlashDrafter
 from models.draft_step import DraftForward, FrozenEnds, RowBatch

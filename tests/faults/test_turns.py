@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from launcher.config import DEMO_CHATS
+from launcher.config_sections import DEMO_CHATS
 from launcher.trial import Running
 from tests.faults.conftest import Results
 from tests.faults.harness import Scenario, Start, check

@@ -15,7 +15,7 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 import models.draft_step
 import models.drafter_layer
-from launcher.config import TrainConfig
+from launcher.config_sections import TrainConfig
 from launcher.drafter_step import DrafterStep
 from models.dflash import DFlashConfig, DFlashDrafter
 from models.draft_step import DraftForward, FrozenEnds, RowBatch
