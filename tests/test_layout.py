@@ -14,7 +14,10 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 TOP_LEVEL = {"pyproject.toml", "launcher", "models", "tests", "launch.sh", "README.md", "LICENSE"}
-BASE = {"launcher", "launcher.errors", "launcher.config", "launcher.config_errors", "launcher.topology"}
+BASE = {
+    "launcher",
+    *(f"launcher.{name}" for name in ("errors", "config", "config_sections", "config_errors", "topology")),
+}
 # `--help`, a bad option, the parent of a run and the commands that look at machines answer without loading torch.
 TORCH_FREE = (
     *sorted(BASE),
