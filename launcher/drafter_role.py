@@ -92,7 +92,7 @@ def compile_in_turn(rank: Rank, factory: StepFactory, batch: RowBatch, turns: Or
 
 
 def turn_book(rank: Rank, factory: StepFactory) -> TurnBook:
-    """Where the drafters' turns are kept until compile_report.json is written."""
+    """Where all turns are kept until compile_report.json is written."""
     path = rank.config.runtime.run_dir / "compile_report.json"
     header = {"turns_order": rank.config.compile.turns, "attention": factory.backend}
-    return TurnBook(path, rank.control, rank.topology.drafter_ranks, header)
+    return TurnBook(path, rank.control, rank.gate_ranks, header)

@@ -63,6 +63,12 @@ class Rank:
         """Whether this rank writes metrics, exports and the compile report."""
         return self.role.name == "drafter" and self.role.index == 0
 
+    @property
+    def gate_ranks(self) -> tuple[int, ...]:
+        """The ranks that take turns at the gate: all drafters, and the first of each target that is compiled."""
+        nodes = self.topology.leaders_by_node("target") if self.config.target.compile else ()
+        return (*(rank for ranks in nodes for rank in ranks), *self.topology.drafter_ranks)
+
     def wait_for(self, key: str, what: str, timeout: float) -> Any:
         """The value of a control key that another rank sets."""
         self.lifecycle.wait_until(lambda: self.control.has(key), what, timeout, 0.02)

@@ -18,7 +18,6 @@ from models.target import TappedTarget, load_tapped_target
 from tests.gates import StandIn
 from tests.test_target import LAYER_IDS, packed_row, save_small
 
-
 RECORDED: list[TurnReport] = []
 
 
