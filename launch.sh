@@ -35,7 +35,7 @@ stop() { # stop CODE: Ctrl-C or SIGTERM during set-up; afterwards main.py has ta
             kill -0 -- "-$job" 2>/dev/null || break
             sleep 0.1
         done
-        kill -KILL -- "-$job" 2>/dev/null
+        kill -KILL -- "-$job" 2>/dev/null || true
     fi
     fail "$1" "stopped during set-up; the next start goes on with it"
 }
