@@ -40,8 +40,7 @@ GPU = ("triton", "triton.compiler", "triton.language", "models.loss_kernels", "m
 
 def warm_up(device: torch.device, dtype: torch.dtype, group: dist.ProcessGroup | None) -> None:
     """Import the compiler and start the device's libraries: context, cuBLAS, NCCL over `group`, autograd's threads."""
-    if not torch._dynamo.config.disable:
-        _import_compiler(COMPILER + GPU if device.type == "cuda" else COMPILER)
+    import_compiler(device)
     square = torch.ones(256, 256, device=device, dtype=dtype, requires_grad=True)
     (square @ square).sum().backward()
     dist.all_reduce(torch.zeros(1, device=device), group=group)
@@ -49,8 +48,11 @@ def warm_up(device: torch.device, dtype: torch.dtype, group: dist.ProcessGroup |
         torch.cuda.synchronize()
 
 
-def _import_compiler(modules: tuple[str, ...]) -> None:
-    for name in modules:
+def import_compiler(device: torch.device) -> None:
+    """Import what the first compile for `device` would, unless compiling is turned off."""
+    if torch._dynamo.config.disable:
+        return
+    for name in COMPILER + GPU if device.type == "cuda" else COMPILER:
         # Some exist in some versions of torch only.
         if find_spec(name) is not None:
             import_module(name)
