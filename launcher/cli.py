@@ -13,9 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from launcher import __version__
-from launcher.config import PRESETS, Config, load_toml, merge, preset_names, validate
+from launcher.config import Config, load_toml, merge, preset_names, validate
 from launcher.config_errors import admits_none, did_you_mean, walk_fields
+from launcher.config_sections import PRESETS
 from launcher.errors import ConfigError, UserError
+from launcher.topology import node_problems
 
 COMMANDS = {
     "export": "write a checkpoint in the format that vLLM, SGLang and transformers load",
@@ -87,7 +89,7 @@ def parse(argv: list[str]) -> Command:
         config = validate(values)
     except ConfigError as error:
         problems += error.problems
-    problems += _node_problems(flags)
+    problems += node_problems(flags.nnodes, flags.node_rank, flags.master, flags.max_restarts)
     problems += missing_inputs(merge(Config().model_dump(), values))
     if problems:
         raise ConfigError(problems)
@@ -156,24 +158,6 @@ def missing_inputs(values: dict[str, Any]) -> list[str]:
         problems.append(f"target.model: no file or folder {model} -> check the path, or give a hub name")
     if init is not None and not (Path(init).expanduser() / "config.json").exists():
         problems.append(f"drafter.init_from: no exported drafter in {init} -> give a folder with config.json")
-    return problems
-
-
-def _node_problems(flags: argparse.Namespace) -> list[str]:
-    """What does not fit together of --nnodes, --node-rank, --master and the flags that work on one node only."""
-    host, _, port = flags.master.rpartition(":")
-    if flags.nnodes < 1:
-        return [f"--nnodes: {flags.nnodes} nodes cannot hold a run -> give at least 1"]
-    if flags.nnodes == 1:
-        unused = [name for name, value in (("--node-rank", flags.node_rank), ("--master", flags.master)) if value]
-        return [f"{name}: means something with several nodes only -> add --nnodes N" for name in unused]
-    problems = []
-    if not host or not port.isdigit():
-        problems.append("--master: several nodes need host:port of node 0 -> for example --master 10.0.0.1:29500")
-    if not 0 <= flags.node_rank < flags.nnodes:
-        problems.append(f"--node-rank: {flags.node_rank} is no node of {flags.nnodes} -> 0 to {flags.nnodes - 1}")
-    if flags.max_restarts:
-        problems.append("--max-restarts: works on one node only -> start all nodes again yourself, with the same flags")
     return problems
 
 

@@ -9,9 +9,9 @@ import torch
 from launcher.barrier import OrderedTurns
 from launcher.compile_gate import pass_gate
 from launcher.compile_report import Stopwatch, TurnBook, TurnReport
+from launcher.groups import drafter_mesh, solo_mesh
 from launcher.rank import Models, Rank, compute_dtype, describe_models, to_compute, user_input
 from launcher.recompiles import forbid_recompiles
-from launcher.runtime import drafter_mesh, solo_mesh
 from launcher.step_factory import StepFactory
 from launcher.training import Training
 from launcher.warm_up import warm_up

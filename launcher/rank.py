@@ -12,11 +12,12 @@ import torch
 from launcher.config import Config
 from launcher.control import Control
 from launcher.errors import UserError
+from launcher.groups import Groups
 from launcher.journal import Journal
 from launcher.lifecycle import Lifecycle
 from launcher.memory import MemoryWatcher
 from launcher.row_layout import RowLayout
-from launcher.runtime import Device, Groups, RankEnv
+from launcher.runtime import Device, RankEnv
 from launcher.schedule import Schedule
 from launcher.step_optimizers import DTYPES
 from launcher.topology import Role, Topology

@@ -158,3 +158,21 @@ def build_topology(split: Split, nodes: int = 1) -> Topology:
                 index = node * split.drafters + local_rank - target_ranks
                 roles.append(Role(rank, "drafter", index, node, local_rank))
     return Topology(split, nodes, tuple(roles))
+
+
+def node_problems(nodes: int, node: int, master: str, max_restarts: int) -> list[str]:
+    """What does not fit together of --nnodes, --node-rank, --master and the flags that work on one node only."""
+    host, _, port = master.rpartition(":")
+    if nodes < 1:
+        return [f"--nnodes: {nodes} nodes cannot hold a run -> give at least 1"]
+    if nodes == 1:
+        unused = [name for name, value in (("--node-rank", node), ("--master", master)) if value]
+        return [f"{name}: means something with several nodes only -> add --nnodes N" for name in unused]
+    problems = []
+    if not host or not port.isdigit():
+        problems.append("--master: several nodes need host:port of node 0 -> for example --master 10.0.0.1:29500")
+    if not 0 <= node < nodes:
+        problems.append(f"--node-rank: {node} is no node of {nodes} -> 0 to {nodes - 1}")
+    if max_restarts:
+        problems.append("--max-restarts: works on one node only -> start all nodes again yourself, with the same flags")
+    return problems

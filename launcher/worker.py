@@ -17,10 +17,11 @@ from launcher.deadlines import collective_patience, scale_deadlines
 from launcher.environment import record_environment
 from launcher.errors import LauncherError
 from launcher.fingerprint import Fingerprint, collect
+from launcher.groups import join_groups
 from launcher.out_of_memory import record_history
 from launcher.refusal import refuse, tell_other_nodes
 from launcher.run_folder import ATTEMPT_VARIABLE, lock_run, make_run_dir, open_attempt
-from launcher.runtime import Device, RankEnv, connect, join_groups, point_traces, prepare_environment, set_threads
+from launcher.runtime import Device, RankEnv, connect, point_traces, prepare_environment, set_threads
 from launcher.signal_inbox import catch_signals
 from launcher.split_choice import Choice, agree_on_split, choose_split, load_rates
 from launcher.topology import Topology, build_topology
