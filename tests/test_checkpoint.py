@@ -18,7 +18,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from launcher.checkpoint import Checkpointer, SaveFailed
-from launcher.checkpoint_folder import checkpoints_of, find_checkpoint, newest_published, published, to_remove
+from launcher.checkpoint_folder import (
+    checkpoints_of,
+    find_checkpoint,
+    newest_published,
+    published,
+    read_extra,
+    to_remove,
+)
 from launcher.checkpoint_io import RecordReader, merge_values, split_state
 from launcher.config_sections import CheckpointConfig
 from launcher.errors import UserError
@@ -89,21 +96,16 @@ def _load(run_dir: Path, path: Path, more_steps: int = 0) -> tuple[list[float], 
     return trainer.numbers(), extra, trainer.optimizer.param_groups[0]["betas"]
 
 
-@pytest.mark.parametrize(("savers", "loaders"), [(2, 2), (2, 3), (3, 2), (3, 1)])
-def test_a_checkpoint_loads_on_any_number_of_ranks(tmp_path: Path, savers: int, loaders: int) -> None:
+@pytest.mark.parametrize(("savers", "loaders"), [(2, (3,)), (3, (1, 2))])
+def test_a_checkpoint_loads_on_any_number_of_ranks(tmp_path: Path, savers: int, loaders: tuple[int, ...]) -> None:
     saved = run_ranks(savers, _save, tmp_path, 5)[0]
     found = find_checkpoint(tmp_path, "auto")
     assert found.path == checkpoints_of(tmp_path) / "step-5" and found.notices == []
-    for numbers, extra, betas in run_ranks(loaders, _load, tmp_path, found.path):
-        assert numbers == pytest.approx(saved, rel=1e-6)
-        assert extra == {"micro_batch": 50}
-        assert betas == (0.9, 0.95)
-
-
-def _train(steps: int) -> list[float]:
-    trainer = Trainer()
-    trainer.train(steps)
-    return trainer.numbers()
+    for count in loaders:
+        for numbers, extra, betas in run_ranks(count, _load, tmp_path, found.path):
+            assert numbers == pytest.approx(saved, rel=1e-6)
+            assert extra == {"micro_batch": 50}
+            assert betas == (0.9, 0.95)
 
 
 def test_interrupted_and_resumed_equals_uninterrupted(tmp_path: Path) -> None:
@@ -128,7 +130,7 @@ def test_a_kill_at_any_stage_leaves_a_good_checkpoint(tmp_path: Path, stage: str
     leftover = [notice for notice in found.notices if "interrupted save" in notice]
     assert bool(leftover) == (stage != "pointer")
     assert not list(checkpoints_of(tmp_path).glob("*.tmp"))
-    assert run_ranks(2, _load, tmp_path, found.path)[0][1] == {"micro_batch": expected * 10}
+    assert read_extra(found.path) == {"micro_batch": expected * 10}
 
 
 def _flip(path: Path) -> None:
@@ -225,7 +227,7 @@ def test_another_model_is_refused_with_the_differing_keys(tmp_path: Path) -> Non
         assert isinstance(error, UserError) and "wants [7, 5]" in str(error)
 
 
-def _failing_saves(run_dir: Path) -> tuple[list[str], str]:
+def _failing_saves(run_dir: Path) -> tuple[list[str], str, list[int]]:
     trainer, checkpointer = Trainer(), _checkpointer(run_dir, max_failed_saves=2)
     trainer.train(1)
     checkpointer.save(1, trainer.state(), {})
@@ -233,14 +235,14 @@ def _failing_saves(run_dir: Path) -> tuple[list[str], str]:
     try:
         checkpointer.save(3, trainer.state(), {})
     except SaveFailed as error:
-        return [path.name for path in published(run_dir)], str(error)
-    return [], "no error"
+        return [path.name for path in published(run_dir)], str(error), sorted(error.ranks_at_fault)
+    return [], "no error", []
 
 
 def test_one_ranks_full_disk_is_raised_on_all_after_the_limit(tmp_path: Path) -> None:
     results = run_ranks(3, _failing_saves, tmp_path, fault="diskfull@save-shard:2:2;diskfull@save-shard:3:2")
-    for names, message in results:
-        assert names == ["step-1"]
+    for names, message, at_fault in results:
+        assert names == ["step-1"] and at_fault == [2], "the others leave the report to that rank"
         assert "rank 2: OSError: [Errno 28] No space left" in message
     assert not list(checkpoints_of(tmp_path).glob("*.tmp"))
 
@@ -252,9 +254,8 @@ def _one_failed_save(run_dir: Path) -> list[str]:
     return [path.name for path in published(run_dir)]
 
 
-@pytest.mark.parametrize("stage", ["shard", "manifest"])
-def test_training_goes_on_after_a_failed_save(tmp_path: Path, stage: str) -> None:
-    fault = f"diskfull@save-{stage}:2:0;diskfull@save-{stage}:4:0"
+def test_training_goes_on_after_a_failed_save(tmp_path: Path) -> None:
+    fault = "diskfull@save-shard:2:0;diskfull@save-manifest:4:0"
     assert run_ranks(2, _one_failed_save, tmp_path, fault=fault) == [["step-3", "step-1"]] * 2
 
 
