@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
 
 import torch
+from torch._dynamo.exc import TorchDynamoException
 from torch._dynamo.utils import counters
 
 from launcher.barrier import Turn
@@ -20,6 +21,7 @@ from launcher.compile_report import Stopwatch, TurnReport
 from launcher.recompiles import graphs_compiled
 from models.draft_step import RowBatch
 from models.target import TappedTarget, token_errors
+from models.target_files import first_line
 
 # Mean and worst relative error of a token's features, compiled against stock. In bf16 a mixture of experts sends some
 # tokens elsewhere, whose features then are others altogether.
@@ -68,7 +70,7 @@ def pass_target_gate(
         record: gets the report, proved or not.
 
     Raises:
-        ProofError: the compiled target is not what it should be; the message says what was missing.
+        ProofError: the target does not compile, or is not what it should be; the message says what was missing.
     """
     watch = Stopwatch()
     with target.stock_attention():
@@ -77,8 +79,7 @@ def pass_target_gate(
     with turn_of as turn:
         watch.lap("wait")
         counters.clear()
-        target.compile_layers()
-        run_row()
+        _compile(target, run_row)
         watch.lap("compile")
         cache = cache_counts()
         turn.pass_on()
@@ -92,6 +93,18 @@ def pass_target_gate(
         if proof.missing:
             raise ProofError("; ".join(proof.missing), ADVICE)
     return report
+
+
+def _compile(target: TappedTarget, run_row: Callable[[], RowBatch]) -> None:
+    target.compile_layers()
+    try:
+        run_row()
+    except TorchDynamoException as error:
+        cause = getattr(error, "inner_exception", error)  # a backend's failure says less than what it ran into
+        raise ProofError(
+            f"the target's layers do not compile: {type(cause).__name__}: {first_line(cause)}",
+            "set target.compile=false and target.attention=sdpa for this target, or choose another one",
+        ) from error
 
 
 def examine(target: TappedTarget, expected: RowBatch, run_row: Callable[[], RowBatch]) -> TargetProof:

@@ -61,6 +61,17 @@ def test_other_features_than_stock_end_the_run(target: TappedTarget, monkeypatch
     assert "NOT PROVED" in console[0] and not RECORDED[-1].verified
 
 
+def test_a_target_that_does_not_compile_ends_the_run_with_a_way_out(target: TappedTarget) -> None:
+    def broken(*_: object) -> None:
+        raise NotImplementedError("heads of 3")
+
+    compile_layers = TappedTarget.compile_layers
+    target.compile_layers = lambda **_: compile_layers(target, backend=broken)  # pyrefly: ignore[bad-assignment]
+    with pytest.raises(ProofError, match="do not compile") as caught:
+        take_turn(target, [])
+    assert "heads of 3" in str(caught.value) and "target.attention=sdpa" in str(caught.value)
+
+
 def test_problems_are_named() -> None:
     assert number_problems(0.01, 0.3, 0.05, 0.5) == []
     assert "worst token" in number_problems(0.01, 0.6, 0.05, 0.5)[0]
