@@ -88,7 +88,7 @@ def start_ranks(scenario: str, folder: Path, world_size: int = 2, **environment:
     ]
 
 
-def end_ranks(ranks: list[subprocess.Popen[str]], timeout: float = 15.0) -> list[tuple[int, str]]:
+def end_ranks(ranks: list[subprocess.Popen[str]], timeout: float = 40.0) -> list[tuple[int, str]]:
     """(exit code, output) of each rank; kills what is left after `timeout` seconds and says so."""
     deadline = time.monotonic() + timeout
     # Polled as torchrun's agent does, which leaves a dead rank unreaped for up to 0.1 s.
@@ -104,7 +104,7 @@ def end_ranks(ranks: list[subprocess.Popen[str]], timeout: float = 15.0) -> list
     ]
 
 
-def wait_for(path: Path, timeout: float = 15.0) -> None:
+def wait_for(path: Path, timeout: float = 40.0) -> None:
     deadline = time.monotonic() + timeout
     while not path.exists():
         assert time.monotonic() < deadline, f"{path} did not appear"

@@ -48,7 +48,7 @@ def test_an_exception_ends_every_rank_and_is_reported_once(tmp_path: Path) -> No
 def test_a_killed_rank_is_named_with_its_signal(tmp_path: Path, fault: str, words: str) -> None:
     started = time.monotonic()
     ended = end_ranks(start_ranks("wait", tmp_path, 2, LAUNCHER_FAULT=fault))
-    assert time.monotonic() - started < 8
+    assert time.monotonic() - started < 20, "torchrun's own 30 s are not waited for"
     assert ended[1][0] == 75
     status = _status(tmp_path)
     assert (status.code, status.rank, status.phase, status.step) == (75, 0, "step", 8)
@@ -60,7 +60,7 @@ def test_a_killed_rank_is_named_with_its_signal(tmp_path: Path, fault: str, word
 def test_a_hang_ends_at_its_deadline_with_stacks(tmp_path: Path) -> None:
     started = time.monotonic()
     ended = end_ranks(start_ranks("wait", tmp_path, 2, LAUNCHER_FAULT="hang@step:8:0"))
-    assert time.monotonic() - started < 12
+    assert time.monotonic() - started < 25
     assert [code for code, _ in ended] == [75, 75]
     status = _status(tmp_path)
     assert (status.rank, status.phase, status.step) == (0, "step", 8)
@@ -80,7 +80,7 @@ def test_the_rank_that_keeps_others_waiting_is_blamed(tmp_path: Path) -> None:
 def test_a_silent_rank_is_named_and_removed(tmp_path: Path, fault: str, words: str) -> None:
     started = time.monotonic()
     ended = end_ranks(start_ranks("wait", tmp_path, 2, LAUNCHER_FAULT=f"{fault}@step:8:0", HEARTBEAT="3"))
-    assert time.monotonic() - started < 12
+    assert time.monotonic() - started < 25
     assert [code for code, _ in ended] == [-signal.SIGKILL, 75]
     status = _status(tmp_path)
     assert (status.rank, status.code) == (0, 75)
@@ -150,8 +150,8 @@ def test_sigterm_after_a_peers_death_is_not_taken_for_a_wish(tmp_path: Path) -> 
 
 def test_a_rank_that_hangs_after_its_goodbye_is_ended(tmp_path: Path) -> None:
     started = time.monotonic()
-    ended = end_ranks(start_ranks("hanging-exit", tmp_path, 1), timeout=20)
-    assert time.monotonic() - started < 15
+    ended = end_ranks(start_ranks("hanging-exit", tmp_path, 1), timeout=40)
+    assert time.monotonic() - started < 30
     assert ended[0][0] == 0
     assert _status(tmp_path).state == "finished"
 

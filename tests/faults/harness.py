@@ -1,7 +1,7 @@
 """Scenarios of injected faults: starts of the real launcher in one run folder, and what must hold after each.
 
-All scenarios of the collected tests run in a small pool, because most of their time is imports and waits; a test then
-looks at the results of its own.
+All scenarios of the collected tests run in a small pool (tests/conftest.py), because most of their time is imports and
+waits; a test then looks at the results of its own.
 """
 
 from __future__ import annotations
@@ -62,6 +62,17 @@ class Scenario:
 
     def __str__(self) -> str:
         return self.name
+
+
+@dataclass(frozen=True)
+class Soak:
+    """Consecutive rounds of a soak, on one run folder."""
+
+    seed: int
+    numbers: range
+
+    def __str__(self) -> str:
+        return f"rounds {self.numbers.start}-{self.numbers.stop - 1}"
 
 
 def environment(cache: Path) -> dict[str, str]:

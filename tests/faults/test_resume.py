@@ -32,14 +32,14 @@ def _flip_all(run_dir: Path) -> None:
 
 
 LAST_STEP = 13
-# SIGTERM in a step; then in a save of the start that goes on from there. The third finds a cut compile cache and a
+# SIGTERM in a step; then in a save of the start that goes on from there, with one more target. The third finds a cut compile cache and a
 # flipped byte, has more drafters, 2 rows for its 3 ranks and 6 micro-batches a step, a NaN, a full disk and no W&B.
 # Then come another model, and nothing usable.
 HISTORY = Scenario(
     "history",
     (
         Start("slow=5@step:3:1", act=lambda run: run.send(signal.SIGTERM)),
-        Start("slow=5@save-shard:6:1", act=lambda run: run.send(signal.SIGTERM), steps=60),
+        Start("slow=5@save-shard:6:2", act=lambda run: run.send(signal.SIGTERM), split=(2, 1), steps=60),
         Start(
             "nan@step:9:2;diskfull@save-shard:10:1",
             ("--log.wandb=x", "--data.max_chats=4", "--train.accumulation=3"),
@@ -136,7 +136,7 @@ def test_a_restart_after_a_kill_in_a_save_equals_an_uninterrupted_run(
 
 
 @pytest.mark.parametrize(("scenario", "other"), [(HISTORY, BACKGROUND)], ids=str)
-def test_a_run_that_was_stopped_and_resumed_equals_an_uninterrupted_one(
+def test_a_run_that_was_stopped_and_resumed_with_more_targets_equals_an_uninterrupted_one(
     results: Results, scenario: Scenario, other: Scenario
 ) -> None:
     losses = _losses(results(scenario)[1])

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from launcher.soak import draw_round
-from tests.faults.conftest import Soak, Soaked
+from tests.faults.conftest import Soaked
+from tests.faults.harness import Soak
 
 # Among its rounds: SIGSTOP and a held GIL, SIGTERM in a turn, a hang in a save, a segfault in a step.
 SEED, ROUNDS = 5552, 10
