@@ -32,9 +32,9 @@ def _flip_all(run_dir: Path) -> None:
 
 
 LAST_STEP = 13
-# SIGTERM in a step; then in a save of the start that goes on from there, with one more target. The third finds a cut compile cache and a
-# flipped byte, has more drafters, 2 rows for its 3 ranks and 6 micro-batches a step, a NaN, a full disk and no W&B.
-# Then come another model, and nothing usable.
+# SIGTERM in a step; then in a save of the start that goes on from there, with one more target. The third finds a cut
+# compile cache and a flipped byte, has more drafters, 2 rows for its 3 ranks and 6 micro-batches a step, a NaN, a full
+# disk and no W&B. Then come another model, and nothing usable.
 HISTORY = Scenario(
     "history",
     (
