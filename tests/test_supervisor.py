@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -11,92 +10,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import psutil
 import pytest
 
-from launcher.config import Config, validate
-from launcher.errors import UserError
-from launcher.fallback_status import first_failure, own_lines
-from launcher.status import Status
-from launcher.supervisor import choose_ranks, may_restart, rank_environment
-
-ROOT = Path(__file__).resolve().parent.parent
-DRIVER = """
-import sys
-from pathlib import Path
-from launcher import supervisor
-from launcher.cli import Command
-from launcher.config import validate
-from launcher.errors import LauncherError
-
-run_dir, worker, under, restarts = sys.argv[1:5]
-if under == "plain":  # the script itself stands in for torchrun, which takes seconds to start
-    supervisor.torchrun_command = lambda command, ranks, worker: [sys.executable, "-u", str(worker)]
-supervisor.TORCHRUN_SECONDS = 1.0
-runtime = {"run_dir": run_dir, "device": "cpu", "grace": 1}
-config = validate({"runtime": runtime, "target": {"model": "random:tiny"}})
-command = Command("train", ["--nproc", "2", "--flag=x"], config, nproc=2, max_restarts=int(restarts))
-try:
-    sys.exit(supervisor.supervise(command, Path(worker)))
-except LauncherError as error:
-    print(error, file=sys.stderr)
-    sys.exit(error.code)
-"""
-# Names for the fake ranks and agents below.
-HEAD = """
-import os, signal, subprocess, sys, time
-from pathlib import Path
-sys.path.insert(0, os.environ["ROOT"])
-from launcher.status import Status, write_status
-run_dir, rank = Path(os.environ["RUN_DIR"]), int(os.environ.get("RANK", 0))
-def end(state, code, **more): write_status(run_dir, Status(state=state, code=code, **more))
-def child(text):
-    return subprocess.Popen([sys.executable, "-c", "import os, signal, time\\n" + text], start_new_session=True)
-"""
-
-
-class Run:
-    """A supervised run in its own process, with a mark by which all its processes are found."""
-
-    def __init__(self, folder: Path, body: str, under: str = "plain", restarts: int = 0) -> None:
-        self.dir, self.worker = folder / "run", folder / "worker.py"
-        self.mark = f"{os.getpid()}-{time.monotonic_ns()}"
-        self.worker.write_text(HEAD + body)
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", DRIVER, str(self.dir), str(self.worker), under, str(restarts)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            cwd=ROOT,
-            env=os.environ | {"ROOT": str(ROOT), "RUN_DIR": str(self.dir), "MARK": self.mark},
-        )
-
-    def wait_for(self, name: str, timeout: float = 20.0) -> None:
-        """Wait until the fake rank has made a file of this name in the run folder."""
-        deadline = time.monotonic() + timeout
-        while not (self.dir / name).exists():
-            assert time.monotonic() < deadline, f"no {name} within {timeout} s"
-            assert self.process.poll() is None, self.process.communicate()
-            time.sleep(0.02)
-
-    def end(self, timeout: float = 30.0) -> tuple[int, str, str]:
-        """Exit code, stdout and stderr; fails if any process of the run is left."""
-        out, err = self.process.communicate(timeout=timeout)
-        assert self.left() == []
-        return self.process.returncode, out, err
-
-    def left(self) -> list[int]:
-        return [process.pid for process in psutil.process_iter() if self._is_ours(process)]
-
-    def _is_ours(self, process: psutil.Process) -> bool:
-        try:
-            return process.status() != psutil.STATUS_ZOMBIE and process.environ().get("MARK") == self.mark
-        except (psutil.AccessDenied, psutil.NoSuchProcess):
-            return False
-
-    @property
-    def status(self) -> dict[str, object]:
-        return json.loads((self.dir / "status.json").read_text())
+from tests.supervised import DRIVER, ROOT, Run
 
 
 @pytest.fixture
@@ -272,91 +188,3 @@ def test_under_torchrun_a_refusal_keeps_its_code_and_its_words(run: Callable[...
     assert code == 78
     assert "topology: no -> yes --nproc 2 --flag=x" in out
     assert started.status["next_command"] is None
-
-
-REPORT = """W1129 14:00:00.000000 1 torch/distributed/run.py:852]
-launcher: data.path: no file x
-Traceback (most recent call last):
-  File "x.py", line 1
-ValueError: bad
-============================================================
-launcher/main.py FAILED
-------------------------------------------------------------
-Root Cause (first observed failure):
-[0]:
-  time      : 2026-01-01
-  rank      : 3 (local_rank: 3)
-  exitcode  : -9 (pid: 77)
-============================================================
-"""
-
-
-def test_reads_torchruns_report(tmp_path: Path) -> None:
-    (tmp_path / "log").write_text(REPORT)
-    failure = first_failure(REPORT)
-    assert failure is not None
-    assert (failure.rank, failure.exit_code) == (3, -9)
-    assert own_lines(tmp_path / "log") == ["launcher: data.path: no file x", "ValueError: bad"]
-    assert own_lines(tmp_path / "none") == []
-
-
-def config(device: str = "auto", share: bool = False, **topology: int) -> Config:
-    return validate({"runtime": {"device": device, "share_gpus": share}, "topology": topology})
-
-
-@pytest.mark.parametrize(
-    ("made", "asked", "gpus", "ranks"),
-    [
-        (config(), None, 0, 8),
-        (config(), None, 8, 8),
-        (config(), None, 2, 2),
-        (config(device="cpu"), None, 4, 8),
-        (config(), 4, 0, 4),
-        (config(targets=2, drafters=1), None, 0, 3),
-        (config(targets=2, drafters=1, target_tp=2), None, 8, 5),
-        (config(share=True), None, 2, 2),
-        (config(share=True, targets=5, drafters=3), None, 2, 8),
-    ],
-)
-def test_ranks_by_gpus_or_as_asked(made: Config, asked: int | None, gpus: int, ranks: int) -> None:
-    assert choose_ranks(made, asked, [f"GPU-{i}" for i in range(gpus)]) == ranks
-
-
-@pytest.mark.parametrize(
-    ("made", "asked", "gpus", "said"),
-    [
-        (config(), None, 1, "cannot hold a target"),
-        (config(targets=5, drafters=3), None, 2, "share_gpus"),
-        (config(device="cuda"), None, 0, "NVML finds no GPU"),
-        (config(targets=3, drafters=2), 4, 0, "needs 5 ranks"),
-    ],
-)
-def test_what_cannot_fit_is_refused_before_torchrun(made: Config, asked: int | None, gpus: int, said: str) -> None:
-    with pytest.raises(UserError, match=said):
-        choose_ranks(made, asked, [f"GPU-{i}" for i in range(gpus)])
-
-
-@pytest.mark.parametrize(
-    ("ends", "limit", "again"),
-    [
-        ([(75, 10)], 1, True),
-        ([(75, 10)], 0, False),
-        ([(1, 10)], 3, False),
-        ([(78, None)], 3, False),
-        ([(75, 10), (75, 10)], 5, True),
-        ([(75, 10), (75, 10), (75, 10)], 5, False),
-        ([(75, None)] * 3, 5, False),
-        ([(75, 10), (75, 10), (75, 10), (75, 11)], 9, True),
-        ([(75, 10), (75, 20), (75, 30)], 5, True),
-    ],
-)
-def test_restarts_only_while_they_help(ends: list[tuple[int, int | None]], limit: int, again: bool) -> None:
-    assert may_restart([Status("failed", code, step=step) for code, step in ends], limit) is again
-
-
-def test_ranks_keep_the_environment_and_learn_of_the_terminal(tmp_path: Path) -> None:
-    told = rank_environment({"HOME": "/h"}, tmp_path, 1, 30.0, terminal=True)
-    assert told["HOME"] == "/h"
-    assert told["LAUNCHER_ATTEMPT_DIR"] == str(tmp_path)
-    assert told["FORCE_COLOR"] == "1"
-    assert "FORCE_COLOR" not in rank_environment({}, tmp_path, 1, 30.0, terminal=False)

@@ -1,0 +1,90 @@
+"""A supervised run in a process of its own, with a small script in place of torchrun or of the ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+
+ROOT = Path(__file__).resolve().parent.parent
+DRIVER = """
+import sys
+from pathlib import Path
+from launcher import supervisor
+from launcher.cli import Command
+from launcher.config import validate
+from launcher.errors import LauncherError
+
+run_dir, worker, under, restarts = sys.argv[1:5]
+if under == "plain":  # the script itself stands in for torchrun, which takes seconds to start
+    supervisor.torchrun_command = lambda command, ranks, worker: [sys.executable, "-u", str(worker)]
+supervisor.TORCHRUN_SECONDS = 1.0
+runtime = {"run_dir": run_dir, "device": "cpu", "grace": 1}
+config = validate({"runtime": runtime, "target": {"model": "random:tiny"}})
+command = Command("train", ["--nproc", "2", "--flag=x"], config, nproc=2, max_restarts=int(restarts))
+try:
+    sys.exit(supervisor.supervise(command, Path(worker)))
+except LauncherError as error:
+    print(error, file=sys.stderr)
+    sys.exit(error.code)
+"""
+# Names for the fake ranks and agents below.
+HEAD = """
+import os, signal, subprocess, sys, time
+from pathlib import Path
+sys.path.insert(0, os.environ["ROOT"])
+from launcher.status import Status, write_status
+run_dir, rank = Path(os.environ["RUN_DIR"]), int(os.environ.get("RANK", 0))
+def end(state, code, **more): write_status(run_dir, Status(state=state, code=code, **more))
+def child(text):
+    return subprocess.Popen([sys.executable, "-c", "import os, signal, time\\n" + text], start_new_session=True)
+"""
+
+
+class Run:
+    """A supervised run in its own process, with a mark by which all its processes are found."""
+
+    def __init__(self, folder: Path, body: str, under: str = "plain", restarts: int = 0) -> None:
+        self.dir, self.worker = folder / "run", folder / "worker.py"
+        self.mark = f"{os.getpid()}-{time.monotonic_ns()}"
+        self.worker.write_text(HEAD + body)
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", DRIVER, str(self.dir), str(self.worker), under, str(restarts)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
+            env=os.environ | {"ROOT": str(ROOT), "RUN_DIR": str(self.dir), "MARK": self.mark},
+        )
+
+    def wait_for(self, name: str, timeout: float = 20.0) -> None:
+        """Wait until the fake rank has made a file of this name in the run folder."""
+        deadline = time.monotonic() + timeout
+        while not (self.dir / name).exists():
+            assert time.monotonic() < deadline, f"no {name} within {timeout} s"
+            assert self.process.poll() is None, self.process.communicate()
+            time.sleep(0.02)
+
+    def end(self, timeout: float = 30.0) -> tuple[int, str, str]:
+        """Exit code, stdout and stderr; fails if any process of the run is left."""
+        out, err = self.process.communicate(timeout=timeout)
+        assert self.left() == []
+        return self.process.returncode, out, err
+
+    def left(self) -> list[int]:
+        return [process.pid for process in psutil.process_iter() if self._is_ours(process)]
+
+    def _is_ours(self, process: psutil.Process) -> bool:
+        try:
+            return process.status() != psutil.STATUS_ZOMBIE and process.environ().get("MARK") == self.mark
+        except (psutil.AccessDenied, psutil.NoSuchProcess):
+            return False
+
+    @property
+    def status(self) -> dict[str, object]:
+        return json.loads((self.dir / "status.json").read_text())

@@ -1,0 +1,146 @@
+"""The folder of checkpoints: what is spoiled is skipped, what is private, what is kept and what is removed."""
+
+from __future__ import annotations
+
+import pickle
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from launcher.checkpoint import Checkpointer
+from launcher.checkpoint_folder import checkpoints_of, find_checkpoint, newest_published, published, to_remove
+from launcher.checkpoint_io import RecordReader
+from launcher.config import CheckpointConfig
+from launcher.errors import UserError
+from launcher.manifest import problems_of, read_manifest
+from tests.rank_pool import run_ranks
+from tests.sharded_trainer import save, wait
+
+
+def _flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def _shard(folder: Path) -> Path:
+    return max(folder.glob("*.distcp"), key=lambda path: path.stat().st_size)
+
+
+SPOIL: dict[str, Callable[[Path], Any]] = {
+    "flipped byte": lambda folder: _flip(_shard(folder)),
+    "truncated": lambda folder: _shard(folder).open("r+b").truncate(100),
+    "missing shard": lambda folder: _shard(folder).unlink(),
+    "missing manifest": lambda folder: (folder / "manifest.json").unlink(),
+    "changed manifest": lambda folder: _flip(folder / "manifest.json"),
+    "spoiled extra": lambda folder: _flip(folder / "extra.json"),
+    "spoiled metadata": lambda folder: _flip(folder / ".metadata"),
+    "strange file": lambda folder: (folder / "__9_0.distcp").touch(),
+}
+
+
+@pytest.fixture(scope="module")
+def saved_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run_dir = tmp_path_factory.mktemp("run")
+    run_ranks(2, save, run_dir, 2, 4)
+    return run_dir
+
+
+def _copy(run_dir: Path, to: Path) -> Path:
+    shutil.copytree(run_dir, to, dirs_exist_ok=True)
+    return to
+
+
+@pytest.mark.parametrize("how", list(SPOIL))
+def test_a_spoiled_checkpoint_is_skipped_with_a_reason(saved_run: Path, tmp_path: Path, how: str) -> None:
+    run_dir = _copy(saved_run, tmp_path / "run")
+    newest, older = published(run_dir)
+    SPOIL[how](newest)
+    found = find_checkpoint(run_dir, "auto")
+    assert found.path == older
+    assert any("skipped" in notice and "step-4" in notice for notice in found.notices)
+    with pytest.raises(UserError, match="cannot be used"):
+        find_checkpoint(run_dir, str(newest))
+    SPOIL[how](older)
+    with pytest.raises(UserError, match="no usable checkpoint") as refusal:
+        find_checkpoint(run_dir, "auto")
+    assert refusal.value.code == 78 and "--resume none" in str(refusal.value)
+
+
+def test_a_dangling_pointer_is_noticed_and_does_no_harm(saved_run: Path, tmp_path: Path) -> None:
+    run_dir = _copy(saved_run, tmp_path / "run")
+    (checkpoints_of(run_dir) / "latest").write_text("step-99\n")
+    assert newest_published(run_dir) == checkpoints_of(run_dir) / "step-4"
+    found = find_checkpoint(run_dir, "auto")
+    assert found.path == checkpoints_of(run_dir) / "step-4"
+    assert any("step-99, which does not exist" in notice for notice in found.notices)
+
+
+def test_resume_none_sets_old_checkpoints_aside(saved_run: Path, tmp_path: Path) -> None:
+    run_dir = _copy(saved_run, tmp_path / "run")
+    found = find_checkpoint(run_dir, "none")
+    assert found.path is None and published(run_dir) == []
+    assert (run_dir / "checkpoints.old-1" / "step-4").is_dir()
+    assert find_checkpoint(tmp_path / "new", "auto").path is None
+
+
+def test_going_back_sets_the_abandoned_future_aside(saved_run: Path, tmp_path: Path) -> None:
+    run_dir = _copy(saved_run, tmp_path / "run")
+    found = find_checkpoint(run_dir, str(checkpoints_of(run_dir) / "step-2"))
+    assert found.path is not None and found.path.name == "step-2"
+    assert [path.name for path in published(run_dir)] == ["step-2"]
+
+
+def test_files_are_private(saved_run: Path) -> None:
+    folder = published(saved_run)[0]
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert {path.stat().st_mode & 0o777 for path in folder.iterdir()} == {0o600}
+
+
+def test_no_pickle_but_records_is_loaded(saved_run: Path, tmp_path: Path) -> None:
+    folder = published(_copy(saved_run, tmp_path / "run"))[0]
+    assert RecordReader(folder).read_metadata().state_dict_metadata
+    (folder / ".metadata").write_bytes(pickle.dumps({"f": print}))
+    with pytest.raises(pickle.UnpicklingError, match="builtins.print"):
+        RecordReader(folder).read_metadata()
+
+
+def _keep_one(run_dir: Path, best: int) -> list[str]:
+    checkpointer = Checkpointer(run_dir, CheckpointConfig(keep=1, asynchronous=False), None, wait, 30.0)
+    for step in (1, 2, 3, 4):
+        checkpointer.save(step, {"weight": torch.full((3,), float(step))}, {})
+        checkpointer.rate(step, 9.0 if step == best else 1.0)
+    return [path.name for path in published(run_dir)]
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_retention_keeps_the_newest_and_the_best(tmp_path: Path) -> None:
+    assert _keep_one(tmp_path, best=2) == ["step-4", "step-2"]
+    assert all(problems_of(folder) == [] for folder in published(tmp_path))
+
+
+def _rate_together(run_dir: Path) -> list[float | None]:
+    """Every rank rates, many times, as the training loop does after an evaluation."""
+    checkpointer = Checkpointer(run_dir, CheckpointConfig(asynchronous=False), dist.group.WORLD, wait, 60.0)
+    checkpointer.save(1, {"weight": torch.ones(3)}, {}, required=True)
+    for score in range(50):
+        checkpointer.rate(1, float(score))
+    dist.barrier()
+    return [read_manifest(folder)["score"] for folder in published(run_dir)]
+
+
+def test_all_ranks_may_rate_a_checkpoint(tmp_path: Path) -> None:
+    assert run_ranks(3, _rate_together, tmp_path) == [[49.0]] * 3
+
+
+def test_what_retention_removes() -> None:
+    scores = dict.fromkeys([1, 2, 3, 4, 5])
+    assert to_remove(scores, {1, 2, 3, 4, 5}, keep=2) == [1, 2, 3]
+    assert to_remove(scores, {2, 3}, keep=2) == [1], "what is not verified does not count as kept"
+    assert to_remove(scores, {5}, keep=2) == [], "too few good ones: nothing goes"
+    assert to_remove(scores | {1: 3.0, 2: 2.0}, {3, 4, 5}, keep=2) == [2, 3], "the best stays"

@@ -1,0 +1,100 @@
+"""What the parent of a run decides: ranks, restarts, environment, and what torchrun's report says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from launcher.config import Config, validate
+from launcher.errors import UserError
+from launcher.fallback_status import first_failure, own_lines
+from launcher.status import Status
+from launcher.supervisor import choose_ranks, may_restart, rank_environment
+
+REPORT = """W1129 14:00:00.000000 1 torch/distributed/run.py:852]
+launcher: data.path: no file x
+Traceback (most recent call last):
+  File "x.py", line 1
+ValueError: bad
+============================================================
+launcher/main.py FAILED
+------------------------------------------------------------
+Root Cause (first observed failure):
+[0]:
+  time      : 2026-01-01
+  rank      : 3 (local_rank: 3)
+  exitcode  : -9 (pid: 77)
+============================================================
+"""
+
+
+def test_reads_torchruns_report(tmp_path: Path) -> None:
+    (tmp_path / "log").write_text(REPORT)
+    failure = first_failure(REPORT)
+    assert failure is not None
+    assert (failure.rank, failure.exit_code) == (3, -9)
+    assert own_lines(tmp_path / "log") == ["launcher: data.path: no file x", "ValueError: bad"]
+    assert own_lines(tmp_path / "none") == []
+
+
+def config(device: str = "auto", share: bool = False, **topology: int) -> Config:
+    return validate({"runtime": {"device": device, "share_gpus": share}, "topology": topology})
+
+
+@pytest.mark.parametrize(
+    ("made", "asked", "gpus", "ranks"),
+    [
+        (config(), None, 0, 8),
+        (config(), None, 8, 8),
+        (config(), None, 2, 2),
+        (config(device="cpu"), None, 4, 8),
+        (config(), 4, 0, 4),
+        (config(targets=2, drafters=1), None, 0, 3),
+        (config(targets=2, drafters=1, target_tp=2), None, 8, 5),
+        (config(share=True), None, 2, 2),
+        (config(share=True, targets=5, drafters=3), None, 2, 8),
+    ],
+)
+def test_ranks_by_gpus_or_as_asked(made: Config, asked: int | None, gpus: int, ranks: int) -> None:
+    assert choose_ranks(made, asked, [f"GPU-{i}" for i in range(gpus)]) == ranks
+
+
+@pytest.mark.parametrize(
+    ("made", "asked", "gpus", "said"),
+    [
+        (config(), None, 1, "cannot hold a target"),
+        (config(targets=5, drafters=3), None, 2, "share_gpus"),
+        (config(device="cuda"), None, 0, "NVML finds no GPU"),
+        (config(targets=3, drafters=2), 4, 0, "needs 5 ranks"),
+    ],
+)
+def test_what_cannot_fit_is_refused_before_torchrun(made: Config, asked: int | None, gpus: int, said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        choose_ranks(made, asked, [f"GPU-{i}" for i in range(gpus)])
+
+
+@pytest.mark.parametrize(
+    ("ends", "limit", "again"),
+    [
+        ([(75, 10)], 1, True),
+        ([(75, 10)], 0, False),
+        ([(1, 10)], 3, False),
+        ([(78, None)], 3, False),
+        ([(75, 10), (75, 10)], 5, True),
+        ([(75, 10), (75, 10), (75, 10)], 5, False),
+        ([(75, None)] * 3, 5, False),
+        ([(75, 10), (75, 10), (75, 10), (75, 11)], 9, True),
+        ([(75, 10), (75, 20), (75, 30)], 5, True),
+    ],
+)
+def test_restarts_only_while_they_help(ends: list[tuple[int, int | None]], limit: int, again: bool) -> None:
+    assert may_restart([Status("failed", code, step=step) for code, step in ends], limit) is again
+
+
+def test_ranks_keep_the_environment_and_learn_of_the_terminal(tmp_path: Path) -> None:
+    told = rank_environment({"HOME": "/h"}, tmp_path, 1, 30.0, terminal=True)
+    assert told["HOME"] == "/h"
+    assert told["LAUNCHER_ATTEMPT_DIR"] == str(tmp_path)
+    assert told["FORCE_COLOR"] == "1"
+    assert "FORCE_COLOR" not in rank_environment({}, tmp_path, 1, 30.0, terminal=False)
