@@ -6,6 +6,10 @@ Exit codes: 0 finished, 1 unclassified, 75 a retry may help, 78 do not retry, 13
 from __future__ import annotations
 
 from enum import IntEnum
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from launcher.outcome import Failure
 
 
 class ExitCode(IntEnum):
@@ -57,6 +61,9 @@ class ConfigError(UserError):
 
 class DeadlineError(RetryableError):
     """A bounded wait ran out; the message names what was awaited."""
+
+    verdict: Failure | None = None
+    """Whom to blame, where that is known."""
 
 
 class PeerFailed(RetryableError):

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, NoReturn
 
-from launcher.errors import ExitCode, PeerFailed, StopRequested
+from launcher.errors import DeadlineError, ExitCode, PeerFailed, StopRequested
 from launcher.out_of_memory import is_out_of_memory, memory_report
 from launcher.outcome import (
     Failure,
@@ -105,7 +105,8 @@ class Farewell:
 
     def _publish(self, error: BaseException, phase: str) -> Failure:
         name = f"{self.role.name} {self.role.index}"
-        failure = failure_of(error, self.role.rank, name, phase, self.state.step, str(self.log_path))
+        verdict = error.verdict if isinstance(error, DeadlineError) else None
+        failure = verdict or failure_of(error, self.role.rank, name, phase, self.state.step, str(self.log_path))
         return publish_failure(self.control, failure, self.run_dir, self.role.node)
 
     def _await_root_cause(self, error: BaseException, has_wish: Callable[[], bool]) -> None:

@@ -152,11 +152,18 @@ class Lifecycle:
             while not ready():
                 self.check()
                 if time.monotonic() > deadline:
-                    raise DeadlineError(f"waited {timeout:.0f} s for {what}", f"see its log in {self.log_path.parent}")
+                    raise self._in_vain(f"waited {timeout:.0f} s for {what}")
                 time.sleep(interval)
                 interval = max(interval, min(interval * 1.25, SLOW_POLL))
         finally:
             self._state.waiting_for = outer
+
+    def _in_vain(self, what: str) -> DeadlineError:
+        """The error of a wait that has run out, with the rank to blame where the heartbeats tell."""
+        error = DeadlineError(what, f"see its log in {self.log_path.parent}")
+        if self._watchdog is not None:
+            error.verdict = self._watchdog.judge(error, self.control)
+        return error
 
     # Ways to leave
 

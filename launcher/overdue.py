@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from launcher.errors import ExitCode
+from launcher.errors import DeadlineError, ExitCode
 from launcher.outcome import Failure
 from launcher.peers import Beat, Member
 from launcher.rank_state import Phase
@@ -37,6 +37,16 @@ def overdue(phase: Phase, own: Beat, culprit: Beat, member: Member, waiting_for:
     elif waiting_for:
         reason += f", waiting for {waiting_for}"
     reason += f" -> see the stacks in its log; if it is only slow, raise {option_of(phase.name)}"
+    return Failure(
+        member.rank, member.role, culprit.phase, culprit.step, ExitCode.RETRY, "DeadlineError", reason, member.log
+    )
+
+
+def overwaited(error: DeadlineError, own: Beat, culprit: Beat, member: Member) -> Failure:
+    """The failure of a wait that has run out, as `overdue`."""
+    reason = str(error)
+    if culprit is not own:
+        reason = f"rank {own.rank} {own.role} {error.what}; rank {culprit.rank} keeps it waiting -> see its log"
     return Failure(
         member.rank, member.role, culprit.phase, culprit.step, ExitCode.RETRY, "DeadlineError", reason, member.log
     )

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
-from launcher.errors import ExitCode
+from launcher.errors import DeadlineError, ExitCode
 from launcher.outcome import (
     STOP_KEY,
     Failure,
@@ -29,7 +29,7 @@ from launcher.outcome import (
     stopped_status,
     tell_node,
 )
-from launcher.overdue import blame, overdue
+from launcher.overdue import blame, overdue, overwaited
 from launcher.peers import Beat, Member, PeerTable
 from launcher.rank_state import Limits, Phase, RankState
 from launcher.signal_inbox import SignalInbox
@@ -84,6 +84,12 @@ class Watchdog:
         """Whether a stop signal came whose meaning is not yet decided."""
         return self._wish.pending is not None
 
+    def judge(self, error: DeadlineError, control: Control) -> Failure:
+        """Whom a wait of the main thread has been in vain for; on the main thread's own connection."""
+        own = self._own_beat(self.state.phase)
+        culprit = blame(own, self.peers.beats(control))
+        return overwaited(error, own, culprit, self.peers.member(culprit.rank))
+
     def close(self) -> None:
         """End the thread; waits for it at most a few ticks."""
         self._closing = True
@@ -137,8 +143,6 @@ class Watchdog:
         if self.state.stop is None and (wish := self.control.claimed(STOP_KEY)) is not None:
             self.state.stop = ExitCode(wish["code"])
 
-    # Own deadline and heartbeat
-
     def _check_deadline(self, now: float) -> None:
         if self.state.failure or self.state.left:
             return
@@ -178,8 +182,6 @@ class Watchdog:
         lost = self.peers.find_gone(self.control) or self.peers.find_silent(self.control, now, self.limits.heartbeat)
         if lost is not None:
             self._publish(lost)
-
-    # The end
 
     def _publish(self, failure: Failure) -> None:
         self._learn(publish_failure(self.control, failure, self.run_dir, self.me.node))

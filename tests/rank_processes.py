@@ -141,6 +141,11 @@ def _scenario(name: str, life: Lifecycle, folder: Path) -> str:
     elif name == "short-wait":
         life.wait_until(lambda: rank == 1, "rank 1", 0.3)
         life.wait_until(lambda: False, "nothing", 60.0)
+    elif name == "long-wait":
+        if rank == 0:
+            life.wait_until(lambda: False, "row 3 from rank 1", 3.0)
+        with life.phase("step", 60.0):
+            time.sleep(60.0)
     elif name == "save":
         with life.phase("save", 60.0, defer_stop=True):
             (folder / f"saving-rank-{rank}").touch()

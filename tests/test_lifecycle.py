@@ -96,6 +96,14 @@ def test_a_wait_that_runs_out_names_what_it_waited_for(tmp_path: Path) -> None:
     assert "rank 1" in status.reason
 
 
+def test_a_wait_that_runs_out_blames_the_rank_that_works_on(tmp_path: Path) -> None:
+    end_ranks(start_ranks("long-wait", tmp_path, 2))
+    status = _status(tmp_path)
+    assert (status.rank, status.phase, status.code, status.error) == (1, "step", 75, "DeadlineError")
+    assert "rank 0 target 0 waited 3 s for row 3 from rank 1; rank 1 keeps it waiting" in status.reason
+    assert status.log is not None and "rank_1" in status.log
+
+
 @pytest.mark.parametrize(
     ("number", "code"), [(signal.SIGTERM, 143), (signal.SIGUSR1, 143), (signal.SIGINT, 130)], ids=lambda v: str(int(v))
 )

@@ -15,7 +15,7 @@ from launcher.faults import ENVIRONMENT
 from launcher.trial import STRUCK, Running, Trial, run_trial
 
 # No start may take longer, the fault's own deadline included; generous because runs share few cores.
-LIMIT = 300.0
+LIMIT = 500.0
 FLAGS = [
     "--preset=tiny",
     "--device=cpu",
@@ -38,6 +38,7 @@ class Start:
     Args:
         fault: value of LAUNCHER_FAULT.
         act: called with the running start once the fault has struck, e.g. to send a signal.
+        struck: what a log says when it has.
         before: called with the run folder before the start, e.g. to spoil a checkpoint.
         split: targets and drafters.
         compiled: compile for real, which takes most of a start's time.
@@ -47,6 +48,7 @@ class Start:
     fault: str = ""
     flags: tuple[str, ...] = ()
     act: Callable[[Running], None] | None = None
+    struck: str = STRUCK
     before: Callable[[Path], None] | None = None
     split: tuple[int, int] = (1, 1)
     compiled: bool = False
@@ -122,7 +124,7 @@ def _play_start(start: Start, run_dir: Path, cache: Path, chats: Path) -> Trial:
     told = environment(cache) | {ENVIRONMENT: start.fault, "TORCHDYNAMO_DISABLE": "0" if start.compiled else "1"}
 
     def act(running: Running) -> None:
-        if start.act is not None and running.wait_for(STRUCK, LIMIT):
+        if start.act is not None and running.wait_for(start.struck, LIMIT):
             start.act(running)
 
     return run_trial(

@@ -27,18 +27,20 @@ def _terminate_twice(run: Running) -> None:
     run.send(signal.SIGTERM, signal.SIGTERM)
 
 
-# Compiled for once: the turn proves itself, and the step that compiles again later says so.
+# Compiled for once: the turn proves itself, and the step that compiles again later says so. The target is some rows
+# ahead of the drafter, which waits in a receive when that is used up.
 RECOMPILE = Scenario(
     "recompile",
     (
         Start(
-            # The target is some rows ahead.
-            "recompile@step:1:1;slow=5@step:4:0",
+            "recompile@step:1:1;slow=8@step:9:0",
             ("--compile.on_recompile=warn", "--runtime.grace=200", "--runtime.step_timeout=200"),
             act=_look_at_its_sockets_and_interrupt,
+            struck="kind='slow'",
             compiled=True,
+            steps=12,
         ),
-        Start("recompile@step:4:1", compiled=True),
+        Start("recompile@step:1", compiled=True, steps=14),
     ),
 )
 SECOND = Scenario("second sigterm", (Start("slow=60@init:1", act=_terminate_twice),))
