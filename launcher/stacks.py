@@ -10,7 +10,8 @@ import time
 from pathlib import Path
 from typing import IO
 
-COLLECTIVE_FILES = f"{os.sep}torch{os.sep}distributed{os.sep}"
+# Where the blocking waits are called: torch's own collectives, and our sends and receives of rows.
+COLLECTIVE_FILES = (f"{os.sep}torch{os.sep}distributed{os.sep}", f"{os.sep}launcher{os.sep}transports.py")
 
 
 def dump_stacks(log: IO[str], why: str, traces: Path, rank: int) -> None:
@@ -40,6 +41,6 @@ def dump_flight_recorder(traces: Path, rank: int) -> Path | None:
 
 
 def is_in_collective(own_thread: int) -> bool:
-    """Whether another thread's innermost Python frame belongs to torch.distributed, which calls the blocking waits."""
-    frames = sys._current_frames()
-    return any(COLLECTIVE_FILES in frame.f_code.co_filename for thread, frame in frames.items() if thread != own_thread)
+    """Whether another thread's innermost Python frame is one that calls the blocking waits."""
+    files = [frame.f_code.co_filename for thread, frame in sys._current_frames().items() if thread != own_thread]
+    return any(part in file for part in COLLECTIVE_FILES for file in files)

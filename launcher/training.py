@@ -16,6 +16,7 @@ from launcher.acceptance import Acceptance, evaluation_steps, request_evaluation
 from launcher.bad_rows import find_bad_losses
 from launcher.balance import Balance
 from launcher.calibration import Calibration
+from launcher.deadlines import collective_patience
 from launcher.drafter_step import DrafterStep, StepResult
 from launcher.errors import ExitCode, LauncherError, PeerFailed, StopRequested
 from launcher.journal import Progress, clock
@@ -46,7 +47,9 @@ class Training:
             self.checkpointer = open_checkpoints(rank)
             self.schedule = resume(rank, self.step, self.checkpointer, steps)
         self.dtype = compute_dtype(rank.config)
-        transport = make_transport(rank.groups.rows_backend, rank.groups.rows, rank.torch_device, runtime.step_timeout)
+        transport = make_transport(
+            rank.groups.rows_backend, rank.groups.rows, rank.torch_device, collective_patience(runtime)
+        )
         self.receiver = RowReceiver(
             layout, self.schedule.source, rank.torch_device, transport, rank.control, rank.lifecycle
         )
