@@ -15,7 +15,7 @@ from launcher.soak import play_chain
 from tests.faults.harness import Scenario, Soak, environment, play
 
 # More than a small machine has cores: a start is half imports, half waits.
-AT_ONCE = 4
+AT_ONCE = 3
 WHOLE_SUITE_SECONDS = 1200
 FAULTS = Path(__file__).parent / "faults"
 
