@@ -45,6 +45,7 @@ def test_transfer_moves_rows_and_hides_them(capsys: pytest.CaptureFixture[str]) 
     assert 0 <= report["hidden"] <= 1 and report["wait_ms_behind_compute"] < report["compute_ms"]
 
 
+@pytest.mark.slow
 def test_pipeline_runs_the_launcher_and_both_sides_alone(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -97,6 +97,7 @@ def start(folder: Path, steps: int, cache: Path) -> Trial:
     return trial
 
 
+@pytest.mark.slow
 def test_a_resumed_run_draws_what_an_uninterrupted_one_does(tmp_path: Path) -> None:
     whole = start(tmp_path / "whole", 4, tmp_path / "cache")
     start(tmp_path / "parts", 2, tmp_path / "cache")

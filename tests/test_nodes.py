@@ -101,6 +101,7 @@ def free_port() -> Callable[[], int]:
     return find
 
 
+@pytest.mark.slow
 def test_two_nodes_train_save_go_on_and_name_a_failure(tmp_path: Path, free_port: Callable[[], int]) -> None:
     first, second = start(tmp_path, free_port(), "--max-steps=4")
     for trial in (first, second):
@@ -127,6 +128,7 @@ def test_two_nodes_train_save_go_on_and_name_a_failure(tmp_path: Path, free_port
     assert steps[:5] == [1, 2, 3, 4, 5], "the drafters of both nodes went on at step 4"
 
 
+@pytest.mark.slow
 def test_nodes_with_other_splits_are_refused_on_both(tmp_path: Path, free_port: Callable[[], int]) -> None:
     own = ("--topology.targets=1", "--topology.targets=2")
     for trial in start(tmp_path, free_port(), "--nproc=3", own=own):

@@ -151,6 +151,7 @@ def test_calibration_looks_once_and_only_launch_sh_can_start_again(
     )
 
 
+@pytest.mark.slow
 def test_a_wrong_guess_is_measured_and_the_run_goes_on_with_a_better_split(tmp_path: Path) -> None:
     """The guess is 2t+1d; the fault makes every step of rank 2, the drafter, ten times as long."""
     flags = ["--preset=tiny", "--device=cpu", "--data.row_length=512", "--train.anchors=4", "--nproc=3"]

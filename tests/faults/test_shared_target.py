@@ -10,6 +10,8 @@ import pytest
 from tests.faults.conftest import Results
 from tests.faults.harness import Scenario, Start, check
 
+pytestmark = pytest.mark.slow
+
 SHARED = "--topology.target_tp=2"
 EVALUATED = ("--eval.prompts=2", "--eval.max_new_tokens=6")
 ALONE = Scenario("target of one rank", (Start(),))

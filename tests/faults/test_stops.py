@@ -47,6 +47,7 @@ SECOND = Scenario("second sigterm", (Start("slow=60@init:1", act=_terminate_twic
 AGENT = Scenario("torchrun killed", (Start("slow=60@init:1", act=lambda run: run.kill_torchrun()),))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scenario", [RECOMPILE], ids=str)
 def test_a_recompile_after_the_gate_warns_once_and_ctrl_c_in_a_receive_stops_in_good_order(
     results: Results, scenario: Scenario
@@ -57,12 +58,14 @@ def test_a_recompile_after_the_gate_warns_once_and_ctrl_c_in_a_receive_stops_in_
     assert "0 graph breaks" in result.console and result.status.resumable
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scenario", [RECOMPILE], ids=str)
 def test_a_run_on_one_node_listens_to_that_node_alone(results: Results, scenario: Scenario) -> None:
     results(scenario)
     assert {"127.0.0.1"} == LISTENED
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scenario", [RECOMPILE], ids=str)
 def test_a_recompile_after_the_gate_is_an_error_that_names_what_changed(results: Results, scenario: Scenario) -> None:
     result = results(scenario)[1]
