@@ -59,6 +59,7 @@ def test_pipeline_runs_the_launcher_and_both_sides_alone(
     assert report["rows_per_s"] > 0 and 0 <= report["data_wait"] <= 1 and report["steps"] == 14
 
 
+@pytest.mark.slow
 def test_a_run_that_fails_is_told_in_its_own_words(tmp_path: Path) -> None:
     options = PipelineOptions("tiny", 64, 4, 1, 4, "float32", 4, "cpu", False)
     config = pipeline_config(options, tmp_path)
