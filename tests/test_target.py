@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from filelock import FileLock
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from models import target_files
@@ -130,13 +131,16 @@ def test_model_that_leaks_between_documents_is_refused(tmp_path: Path) -> None:
         load_tapped_target(tmp_path, [2], torch.float32, "cpu")
 
 
-def test_missing_weights_are_refused(tmp_path: Path) -> None:
-    from safetensors.torch import load_file, save_file
-
-    save_small("llama", tmp_path)
-    weights = load_file(tmp_path / "model.safetensors")
+def save_with_a_gap(folder: Path) -> None:
+    """A small model whose second layer lacks a weight."""
+    save_small("llama", folder)
+    weights = load_file(folder / "model.safetensors")
     del weights["model.layers.1.mlp.up_proj.weight"]
-    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def test_missing_weights_are_refused(tmp_path: Path) -> None:
+    save_with_a_gap(tmp_path)
     with pytest.raises(ValueError, match=r"1 weights are not in .*layers.1.mlp.up_proj"):
         load_tapped_target(tmp_path, [2], torch.float32, "cpu")
     load_tapped_target(tmp_path, [0], torch.float32, "cpu")  # the gap lies above the last tap

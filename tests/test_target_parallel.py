@@ -14,7 +14,7 @@ from models import target_files
 from models.target import load_full_target, load_tapped_target
 from models.target_slices import TargetShard, narrow_config, plan_styles, slice_styles, take_slice
 from tests.rank_pool import run_ranks
-from tests.test_target import FAMILIES, LAYER_IDS, SMALL, packed_row, save_small
+from tests.test_target import FAMILIES, LAYER_IDS, SMALL, packed_row, save_small, save_with_a_gap
 
 SHARED = ["llama", "llama-biased", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "qwen3_moe", "mixtral"]
 FAMILIES["llama-biased"] = {"attention_bias": True, "mlp_bias": True}
@@ -107,12 +107,7 @@ def test_what_cannot_be_shared_is_refused_in_a_line(
 
 
 def test_missing_weights_are_refused(tmp_path: Path) -> None:
-    from safetensors.torch import load_file, save_file
-
-    save_small("llama", tmp_path)
-    weights = load_file(tmp_path / "model.safetensors")
-    del weights["model.layers.1.mlp.up_proj.weight"]
-    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    save_with_a_gap(tmp_path)
     with pytest.raises(ValueError, match=r"1 weights are not in .*layers.1.mlp.up_proj"):
         load_tapped_target(tmp_path, [2], torch.float32, "cpu", shard=TargetShard(1, 2, "none"))
 
