@@ -138,8 +138,9 @@ def _scenario(name: str, life: Lifecycle, folder: Path) -> str:
             if rank == 0:
                 life.wait_until(lambda: False, "features of micro-batch 0 from target 0", 60.0)
             time.sleep(60.0)
-    elif name == "short-wait":
-        life.wait_until(lambda: rank == 1, "rank 1", 0.3)
+    elif name == "mutual-wait":
+        # Long enough for a heartbeat that says that rank 1 waits too.
+        life.wait_until(lambda: rank == 1, "rank 1", 3.0)
         life.wait_until(lambda: False, "nothing", 60.0)
     elif name == "long-wait":
         if rank == 0:

@@ -90,7 +90,7 @@ def test_a_silent_rank_is_named_and_removed(tmp_path: Path, fault: str, words: s
 
 
 def test_a_wait_that_runs_out_names_what_it_waited_for(tmp_path: Path) -> None:
-    end_ranks(start_ranks("short-wait", tmp_path, 2))
+    end_ranks(start_ranks("mutual-wait", tmp_path, 2))
     status = _status(tmp_path)
     assert (status.rank, status.code, status.error) == (0, 75, "DeadlineError")
     assert "rank 1" in status.reason

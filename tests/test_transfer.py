@@ -123,12 +123,13 @@ def test_a_slow_drafter_holds_the_target_up_in_bounded_memory() -> None:
         # The rows of the sender's buffers, the two that the drafter asked for, and the one it works on.
         assert index - len(taken_before) < SLOTS + 3, f"row {index} was made with {taken_before} taken"
     paces = noted.get("paces")
-    assert mean_of(paces, "idle") > 0.05 > mean_of(paces, "busy") and mean_of(paces, "ready") > 1
+    assert mean_of(paces, "idle") > 0.05 > mean_of(paces, "busy") and mean_of(paces, "ready") > 1.5
 
 
 def test_a_slow_target_starves_the_drafter_and_shows_it() -> None:
+    """A row leaves when the next one is announced, so the drafter may or may not see that one before it asks."""
     paces = play(Pace(target=0.1)).get("paces")
-    assert mean_of(paces, "busy") > 0.09 > 0.05 > mean_of(paces, "idle") and mean_of(paces, "ready") < 1
+    assert mean_of(paces, "busy") > 0.09 > 0.05 > mean_of(paces, "idle") and mean_of(paces, "ready") < 1.5
 
 
 def test_spoiled_ids_are_seen_before_the_row_is_used() -> None:
