@@ -4,16 +4,20 @@
 
 A round starts the launcher on a run that earlier rounds left in some state, lets one fault strike or one signal come,
 and checks only what must hold after any of them: the run ends in time, its status tells the truth, no process is left,
-the newest checkpoint is whole, and no step is lost or counted twice.
+the newest checkpoint is whole, and no step is lost or counted twice. A first Ctrl-C or SIGTERM lets the rounds under
+way end and gives the summary of those played.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
+import os
 import random
 import shutil
 import signal
+import sys
 import tempfile
 import time
 from collections import Counter
@@ -21,10 +25,14 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import FrameType
 from typing import Any
+
+import psutil
 
 from launcher.checkpoint_folder import newest_published, step_of
 from launcher.command_parser import CommandParser
+from launcher.errors import ExitCode
 from launcher.faults import ENVIRONMENT, parse_faults
 from launcher.trial import Running, Trial, run_trial
 
@@ -54,6 +62,7 @@ CODES = {
     "second SIGTERM": {143, 0},
     "kill torchrun": {75, 0},
 }
+STOP_CODES = {signal.SIGINT: ExitCode.INTERRUPTED, signal.SIGTERM: ExitCode.TERMINATED}
 # Of these the status must name the very rank that was struck.
 BLAMED = {"raise", "kill", "segv", "abort", "hang", "gil", "stop", "oom"}
 FLAGS = [
@@ -147,9 +156,13 @@ def main(args: list[str]) -> int:
     chains = [
         range(first, min(first + ROUNDS_PER_RUN, options.rounds)) for first in range(0, options.rounds, ROUNDS_PER_RUN)
     ]
-    end = time.monotonic() + 60 * options.minutes
+    end, stopped = time.monotonic() + 60 * options.minutes, first_signal()
+
+    def ended() -> bool:
+        return bool(stopped) or time.monotonic() > end
+
     with ThreadPoolExecutor(options.jobs) as pool:
-        played = pool.map(lambda chain: play_chain(chain, options.seed, folder, environment, end), chains)
+        played = pool.map(lambda chain: play_chain(chain, options.seed, folder, environment, ended), chains)
         reports = [report for chain in played for report in chain]
     (folder / "soak.jsonl").write_text("".join(json.dumps(report) + "\n" for report in reports))
     failed = [report for report in reports if report["broken"]]
@@ -158,7 +171,25 @@ def main(args: list[str]) -> int:
         shutil.rmtree(folder)
     elif failed:
         print(f"kept {folder}")
-    return 1 if failed else 0
+    return ExitCode.UNCLASSIFIED if failed else STOP_CODES[stopped[0]] if stopped else ExitCode.FINISHED
+
+
+def first_signal() -> list[signal.Signals]:
+    """Where the first Ctrl-C or SIGTERM will be noted; a second one ends the rounds under way and this process."""
+    noted: list[signal.Signals] = []
+
+    def note(number: int, frame: FrameType | None) -> None:
+        noted.append(signal.Signals(number))
+        if len(noted) > 1:
+            for process in psutil.Process().children(recursive=True):
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
+            os._exit(STOP_CODES[noted[0]])
+        print("soak: begins no more rounds; once more to leave at once", file=sys.stderr, flush=True)
+
+    for number in STOP_CODES:
+        signal.signal(number, note)
+    return noted
 
 
 def summary(reports: list[dict[str, Any]], seed: int) -> str:
@@ -174,12 +205,14 @@ def summary(reports: list[dict[str, Any]], seed: int) -> str:
     return "\n".join([head, *broken])
 
 
-def play_chain(chain: range, seed: int, folder: Path, environment: dict[str, str], end: float) -> list[dict[str, Any]]:
-    """Rounds on one run folder, each going on from what the one before left; none begins after `end` (monotonic)."""
+def play_chain(
+    chain: range, seed: int, folder: Path, environment: dict[str, str], ended: Callable[[], bool] = lambda: False
+) -> list[dict[str, Any]]:
+    """Rounds on one run folder, each going on from what the one before left; none begins once `ended()`."""
     reports = []
     run_dir = folder / f"run-{chain.start // ROUNDS_PER_RUN}" / "run"
     for number in chain:
-        if time.monotonic() > end:
+        if ended():
             break
         newest = newest_published(run_dir)
         start_step = 0 if newest is None else step_of(newest)

@@ -121,6 +121,7 @@ def run_trial(
             stderr=subprocess.STDOUT,
             text=True,
             cwd=ROOT,
+            start_new_session=True,  # a terminal's Ctrl-C is meant for whoever plays the run
         )
     try:
         if act is not None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -56,7 +55,7 @@ def played(
     def run(job: Scenario | Soak) -> Any:
         if isinstance(job, Scenario):
             return play(job, folder, cache, chats)
-        return play_chain(job.numbers, job.seed, folder / f"soak-{job.numbers.start}", environment(cache), math.inf)
+        return play_chain(job.numbers, job.seed, folder / f"soak-{job.numbers.start}", environment(cache))
 
     pool = ThreadPoolExecutor(AT_ONCE)
     # The longest first, so that none of them runs alone at the end.

@@ -1,13 +1,24 @@
-"""The plan of a soak and what it concludes; two real rounds run in tests/faults."""
+"""The plan of a soak, its end before time and what it concludes; its real rounds run in tests/faults."""
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
+import pytest
+
+from launcher import soak
 from launcher.faults import parse_faults
 from launcher.soak import CODES, SAVE_STAGES, STEPS, draw_round, summary
 from launcher.status import Status
-from launcher.trial import NEVER, Trial
+from launcher.trial import NEVER, ROOT, Trial
+from tests.rank_processes import wait_for
 
 
 def test_a_round_follows_from_its_seed_and_place_alone() -> None:
@@ -63,3 +74,43 @@ def test_the_summary_names_the_rounds_that_broke_something() -> None:
     assert lines[0].endswith("1 invariants broken")
     assert lines[1] == "  round 5 kill@init:0: did not end in time"
     assert summary([], seed=3).startswith("soak: 0 rounds")
+
+
+@pytest.fixture
+def handlers() -> Iterator[None]:
+    """The signal handlers of this process, as they were."""
+    kept = {number: signal.getsignal(number) for number in soak.STOP_CODES}
+    yield
+    for number, handler in kept.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.usefixtures("handlers")
+def test_the_first_signal_lets_the_round_end_and_sums_up(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    noted = soak.first_signal()
+
+    def play_round(*_: object) -> tuple[Trial, list[str]]:
+        os.kill(os.getpid(), signal.SIGTERM)
+        while not noted:  # the main thread takes it in
+            time.sleep(0.01)
+        return _trial(run_dir=tmp_path), []
+
+    monkeypatch.setattr(soak, "play_round", play_round)
+    monkeypatch.setattr(soak, "first_signal", lambda: noted)
+    assert soak.main(["--rounds", "8", "--folder", str(tmp_path)]) == 143
+    assert "soak: 1 rounds" in capsys.readouterr().out
+    assert len((tmp_path / "soak.jsonl").read_text().splitlines()) == 1
+
+
+def test_the_second_signal_leaves_at_once_and_nothing_behind(tmp_path: Path) -> None:
+    command = [sys.executable, "launcher/main.py", "soak", "--rounds=2", f"--folder={tmp_path}"]
+    process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    wait_for(tmp_path / "run-0" / "run" / "attempts" / "1")
+    of_round = psutil.Process(process.pid).children(recursive=True)
+    process.send_signal(signal.SIGINT)
+    assert process.stderr is not None and "begins no more rounds" in process.stderr.readline()
+    process.send_signal(signal.SIGINT)
+    assert process.wait(20) == 130
+    assert of_round and psutil.wait_procs(of_round, timeout=10)[1] == []
