@@ -18,7 +18,7 @@ from models.target_attention import NAME as PACKED_FLEX
 from models.target_attention import check_servable, packed_row, uncompiled_allowed
 from models.target_parallel import load_shard
 from models.target_slices import TargetShard
-from models.target_weights import cut_config, load_config, load_model
+from models.target_weights import LoadOptions, cut_config, load_config, load_model
 
 PROBE_LENGTH = 24
 PROBE_TOLERANCE = 0.1
@@ -181,7 +181,7 @@ def load_tapped_target(
     if len(set(layer_ids)) < len(layer_ids) or not all(0 <= layer_id < num_layers for layer_id in layer_ids):
         raise ValueError(f"target.layer_ids: {list(layer_ids)} are not distinct layers out of 0..{num_layers - 1}")
     cut = cut_config(config, max(layer_ids) + 1)
-    model = _load(AutoModel, folder, cut, dtype, device, trust_remote_code, shard)
+    model = _load(AutoModel, cut, LoadOptions(folder, dtype, torch.device(device), trust_remote_code), shard)
     target = TappedTarget(model.get_decoder(), layer_ids)
     before_probe()
     target.check_isolation()
@@ -197,7 +197,8 @@ def load_full_target(
 ) -> PreTrainedModel:
     """The whole causal LM with its head, frozen, for decoding."""
     config = load_config(folder, trust_remote_code)
-    model = _load(AutoModelForCausalLM, folder, config, dtype, device, trust_remote_code, shard)
+    options = LoadOptions(folder, dtype, torch.device(device), trust_remote_code)
+    model = _load(AutoModelForCausalLM, config, options, shard)
     return model.eval().requires_grad_(False)
 
 
@@ -219,14 +220,8 @@ def drop_final_norm(decoder: nn.Module) -> None:
 
 
 def _load(
-    auto_class: Any,
-    folder: Path,
-    config: PreTrainedConfig,
-    dtype: torch.dtype,
-    device: torch.device | str,
-    trust_remote_code: bool,
-    shard: TargetShard | None,
+    auto_class: Any, config: PreTrainedConfig, options: LoadOptions, shard: TargetShard | None
 ) -> PreTrainedModel:
     if shard is None:
-        return load_model(auto_class, folder, config, dtype, device, trust_remote_code)
-    return load_shard(auto_class, folder, config, dtype, device, trust_remote_code, shard)
+        return load_model(auto_class, config, options)
+    return load_shard(auto_class, config, options, shard)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from itertools import groupby
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,7 +32,7 @@ from models.target_slices import (
     tail,
     take_slice,
 )
-from models.target_weights import check_complete, tensor_files
+from models.target_weights import LoadOptions, check_complete, tensor_files
 
 # Products of one expert, as files name them; in memory the experts of a layer are one tensor.
 EXPERT = re.compile(r"\.experts\.\d+\.(\w+)\.weight$")
@@ -44,57 +43,32 @@ EXPERT_STYLES = {
 }
 
 
-def load_shard(
-    auto_class: Any,
-    folder: Path,
-    config: PreTrainedConfig,
-    dtype: torch.dtype,
-    device: torch.device | str,
-    trust_remote_code: bool,
-    shard: TargetShard,
-) -> PreTrainedModel:
-    """This rank's part of the model of `config`, with its slices of the weights in `folder`.
+def load_shard(auto_class: Any, config: PreTrainedConfig, options: LoadOptions, shard: TargetShard) -> PreTrainedModel:
+    """This rank's part of the model of `config`, with its slices of the weights in the folder.
 
     Raises:
         ValueError: a model that cannot be shared, before any weight is read; or weights missing.
     """
     styles, narrow = plan_styles(config), narrow_config(config, shard.size)
     with torch.device("meta"):
-        whole, part = (auto_class.from_config(c, trust_remote_code=trust_remote_code) for c in (config, narrow))
+        trust = options.trust_remote_code
+        whole, part = (auto_class.from_config(c, trust_remote_code=trust) for c in (config, narrow))
     sliced = slice_styles(whole, part, styles, shard.size)
-    if RandomWeights.marked(folder):
-        model = _random_shard(auto_class, RandomWeights.of(folder), narrow, whole, sliced, dtype, device, shard)
+    if RandomWeights.marked(options.folder):
+        model = _random_shard(auto_class, narrow, whole, sliced, options, shard)
     else:
-        depth = config.num_hidden_layers
-        weights = read_shard(folder, part, sliced, depth, dtype, torch.device(device), shard)
-        with quiet_transformers():
-            model, info = type(part).from_pretrained(
-                None,
-                config=narrow,
-                state_dict=weights,
-                dtype=dtype,
-                device_map={"": torch.device(device)},
-                output_loading_info=True,
-            )
-        check_complete(model, info, folder)
-        if (folder / "generation_config.json").is_file():
-            model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
+        weights = read_shard(part, sliced, options, shard)
+        model = _with_weights(type(part), narrow, weights, options)
     add_up_outputs(model, styles, shard)
     return model
 
 
 def read_shard(
-    folder: Path,
-    model: nn.Module,
-    sliced: Mapping[str, str],
-    depth: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    shard: TargetShard,
+    part: PreTrainedModel, sliced: Mapping[str, str], options: LoadOptions, shard: TargetShard
 ) -> dict[str, Tensor]:
-    """This rank's slices of the tensors that the first `depth` layers and the ends of `model` need, on `device`."""
-    wanted = {ending(name) for name, _ in model.named_parameters()}
-    files = sorted(tensor_files(folder).items(), key=lambda item: (item[1], item[0]))
+    """This rank's slices of the tensors that the layers and the ends of `part` need, on the device."""
+    wanted, depth = {ending(name) for name, _ in part.named_parameters()}, part.config.num_hidden_layers
+    files = sorted(tensor_files(options.folder).items(), key=lambda item: (item[1], item[0]))
     weights = {}
     try:
         for path, items in groupby(files, key=lambda item: item[1]):
@@ -102,9 +76,9 @@ def read_shard(
                 for key, _ in items:
                     layer = LAYER.search(key)
                     if int(layer[2]) < depth if layer else ending(key) in wanted:
-                        weights[key] = _read(file, key, sliced, shard).to(device, dtype)
+                        weights[key] = _read(file, key, sliced, shard).to(options.device, options.dtype)
     except (OSError, SafetensorError) as error:
-        raise ValueError(f"target.model: cannot load the weights in {folder}: {first_line(error)}") from error
+        raise ValueError(f"target.model: cannot load the weights in {options.folder}: {first_line(error)}") from error
     return weights
 
 
@@ -126,23 +100,41 @@ def add_up_outputs(model: nn.Module, styles: Mapping[str, str], shard: TargetSha
 
 def _random_shard(
     auto_class: Any,
-    weights: RandomWeights,
     narrow: PreTrainedConfig,
     whole: nn.Module,
     sliced: Mapping[str, str],
-    dtype: torch.dtype,
-    device: torch.device | str,
+    options: LoadOptions,
     shard: TargetShard,
 ) -> PreTrainedModel:
     """The slices of what `RandomWeights.build` draws for the full model, one tensor at a time."""
-    with torch.device(device):
-        model = auto_class.from_config(narrow, dtype=dtype)
+    weights = RandomWeights.of(options.folder)
+    with options.device:
+        model = auto_class.from_config(narrow, dtype=options.dtype)
     for (name, parameter), full in zip(model.named_parameters(), whole.parameters(), strict=True):
         if parameter.ndim > 1:
-            drawn = torch.empty(full.shape, dtype=dtype, device=device)
+            drawn = torch.empty(full.shape, dtype=options.dtype, device=options.device)
             weights.fill(name, drawn)
             style = sliced.get(tail(name))
             parameter.data.copy_(drawn if style is None else take_slice(drawn, list(full.shape), style, shard))
+    return model
+
+
+def _with_weights(
+    model_class: Any, config: PreTrainedConfig, weights: dict[str, Tensor], options: LoadOptions
+) -> PreTrainedModel:
+    folder = options.folder
+    with quiet_transformers():
+        model, info = model_class.from_pretrained(
+            None,
+            config=config,
+            state_dict=weights,
+            dtype=options.dtype,
+            device_map={"": options.device},
+            output_loading_info=True,
+        )
+    check_complete(model, info, folder)
+    if (folder / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
     return model
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,16 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from models.target_files import first_line, quiet_transformers
 from models.target_random import RandomWeights
+
+
+@dataclass(frozen=True)
+class LoadOptions:
+    """Where a target's files are, and how its weights are held."""
+
+    folder: Path
+    dtype: torch.dtype
+    device: torch.device
+    trust_remote_code: bool
 
 
 def load_config(folder: Path, trust_remote_code: bool = False) -> PreTrainedConfig:
@@ -46,30 +57,24 @@ def cut_config(config: PreTrainedConfig, num_layers: int) -> PreTrainedConfig:
     return cut
 
 
-def load_model(
-    auto_class: Any,
-    folder: Path,
-    config: PreTrainedConfig,
-    dtype: torch.dtype,
-    device: torch.device | str,
-    trust_remote_code: bool,
-) -> PreTrainedModel:
-    """The model of `config` with the weights of `folder`.
+def load_model(auto_class: Any, config: PreTrainedConfig, options: LoadOptions) -> PreTrainedModel:
+    """The model of `config` with the weights in the folder.
 
     Raises:
         ValueError: files that cannot be read, or weights that are not in them.
     """
+    folder = options.folder
     if RandomWeights.marked(folder):
-        return RandomWeights.of(folder).build(auto_class, config, dtype, torch.device(device))
+        return RandomWeights.of(folder).build(auto_class, config, options.dtype, options.device)
     try:
         with quiet_transformers():
             model, info = auto_class.from_pretrained(
                 folder,
                 config=config,
-                dtype=dtype,
-                device_map={"": torch.device(device)},
+                dtype=options.dtype,
+                device_map={"": options.device},
                 use_safetensors=True,
-                trust_remote_code=trust_remote_code,
+                trust_remote_code=options.trust_remote_code,
                 local_files_only=True,
                 output_loading_info=True,
             )
