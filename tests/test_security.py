@@ -1,6 +1,6 @@
 """What a downloaded model may not do. Checkpoints, caches and sockets are in their own tests: `test_checkpoint`
-(private files, no pickles), `test_compile_cache` (private folders, bundles that reach outside), `faults/test_stops`
-(one node listens on the loopback address alone)."""
+(private files, no pickles), `test_compile_cache` (private folders), `test_cache_bundle` (bundles that reach outside),
+`faults/test_stops` (one node listens on the loopback address alone)."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from launcher.config import Config
-from models.target import load_config
 from models.target_files import load_tokenizer, resolve_target
+from models.target_weights import load_config
 
 CODE = """
 from pathlib import Path

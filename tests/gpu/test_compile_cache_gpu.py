@@ -14,7 +14,7 @@ from launcher.cache_bundle import import_bundle
 from launcher.cache_files import read_manifest, record, write_manifest
 from launcher.compile_cache import ActiveCache, activate
 from launcher.fingerprint import collect
-from tests.test_compile_cache import bundle_of, make_config
+from tests.small_caches import bundle_of, make_config
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 
