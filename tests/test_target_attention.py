@@ -13,7 +13,7 @@ from torch.nn.attention.flex_attention import flex_attention
 from models.masks import TILE
 from models.target import load_tapped_target
 from models.target_attention import attention_starts, causal_mask, causal_tiles
-from tests.test_target import FAMILIES, LAYER_IDS, packed_row, save_small
+from tests.small_targets import FAMILIES, LAYER_IDS, packed_row, save_small
 
 # Documents by length, then padding.
 ROWS = [([300], 0), ([128, 128], 0), ([1, 127, 129, 3], 40), ([200, 56], 128), ([10], 118), ([7], 1)]

@@ -16,7 +16,7 @@ from launcher.target_gate import graph_problems, kernel_problems, number_problem
 from models.draft_step import RowBatch
 from models.target import TappedTarget, load_tapped_target
 from tests.gates import StandIn
-from tests.test_target import LAYER_IDS, packed_row, save_small
+from tests.small_targets import LAYER_IDS, packed_row, save_small
 
 RECORDED: list[TurnReport] = []
 

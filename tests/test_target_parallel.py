@@ -14,7 +14,7 @@ from models import target_files
 from models.target import load_full_target, load_tapped_target
 from models.target_slices import TargetShard, narrow_config, plan_styles, slice_styles, take_slice
 from tests.rank_pool import run_ranks
-from tests.test_target import FAMILIES, LAYER_IDS, SMALL, packed_row, save_small, save_with_a_gap
+from tests.small_targets import FAMILIES, LAYER_IDS, SMALL, packed_row, save_small, save_with_a_gap
 
 SHARED = ["llama", "llama-biased", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "qwen3_moe", "mixtral"]
 FAMILIES["llama-biased"] = {"attention_bias": True, "mlp_bias": True}

@@ -18,7 +18,7 @@ from models.target import TappedTarget, load_tapped_target, token_errors
 from models.target_random import shape_config
 from models.target_slices import TargetShard
 from tests.rank_pool import run_ranks
-from tests.test_target import FAMILIES, LAYER_IDS, save_small
+from tests.small_targets import FAMILIES, LAYER_IDS, save_small
 
 one_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two NVIDIA GPUs")
