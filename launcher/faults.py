@@ -90,8 +90,7 @@ def spoil_header(header: dict[str, Any], step: int) -> dict[str, Any]:
 
 def _here(phase: str, step: int | None, kinds: tuple[str, ...]) -> list[Fault]:
     rank = int(os.environ.get("RANK", 0))
-    # torchrun counts its own restarts, launch.sh those of torchrun.
-    restarts = sum(int(os.environ.get(name, 0)) for name in ("TORCHELASTIC_RESTART_COUNT", "LAUNCHER_RESTARTS"))
+    restarts = sum(int(os.environ.get(name, 0)) for name in RESTART_COUNTS)
     faults = [fault for fault in parse_faults(_TEXT) if fault.kind in kinds]
     return [fault for fault in faults if fault.strikes(phase, step, rank, restarts)]
 

@@ -31,6 +31,8 @@ STORE_REQUESTS, REQUESTS_PER_ROW = 40_000, 12
 COMPUTE_BYTES = 2
 # A doubling that brings less than this is where scaling ends.
 DOUBLING = 1.5
+# How often the nodes are doubled to see that.
+DOUBLINGS = 9
 ALLOCATOR_BYTES = 1 << 30  # CUDA context and libraries
 
 
@@ -210,7 +212,7 @@ def _compute_rate(shape: RunShape, gpu: Gpu) -> float:
 
 @dataclass(frozen=True)
 class Scaling:
-    """How rows per second grow with nodes that use the best split each: (nodes, prediction), doubling."""
+    """How rows per second grow with nodes that use the best split each; every step has twice the nodes of the last."""
 
     steps: list[Prediction]
 
@@ -232,7 +234,6 @@ class Scaling:
         )
 
 
-def scaling(shape: RunShape, gpu: Gpu, ranks: int, target_tp: int, most_nodes: int = 512) -> Scaling:
-    """The best split on 1, 2, 4, ... nodes."""
-    counts = [2**power for power in range(most_nodes.bit_length()) if 2**power <= most_nodes]
-    return Scaling([predictions(shape, gpu, ranks, nodes, target_tp)[0] for nodes in counts])
+def scaling(shape: RunShape, gpu: Gpu, ranks: int, target_tp: int) -> Scaling:
+    """The best split on 1, 2, 4, ... 512 nodes."""
+    return Scaling([predictions(shape, gpu, ranks, 2**power, target_tp)[0] for power in range(DOUBLINGS + 1)])

@@ -12,6 +12,8 @@ from pathlib import Path
 import psutil
 
 PR_SET_PDEATHSIG = 1
+# Of a log, where a crash is looked for.
+TAIL_BYTES = 64 << 10
 
 
 @dataclass(frozen=True)
@@ -70,12 +72,12 @@ def describe_exit(wait_status: int | None, log: Path) -> str:
     return f"was killed by {name}"
 
 
-def crash_in(log: Path, tail_bytes: int = 65536) -> str | None:
+def crash_in(log: Path) -> str | None:
     """What faulthandler wrote last into a log, for example "Segmentation fault"; None without a crash."""
     if not log.exists():
         return None
     with log.open("rb") as file:
-        file.seek(max(0, log.stat().st_size - tail_bytes))
+        file.seek(max(0, log.stat().st_size - TAIL_BYTES))
         _, mark, rest = file.read().decode(errors="replace").rpartition("Fatal Python error: ")
     return rest.splitlines()[0] if mark and rest else None
 

@@ -17,7 +17,7 @@ from launcher.journal import Journal
 from launcher.lifecycle import Lifecycle
 from launcher.memory import MemoryWatcher
 from launcher.row_layout import RowLayout
-from launcher.runtime import Device, RankEnv
+from launcher.runtime import Device
 from launcher.schedule import Schedule
 from launcher.step_optimizers import DTYPES
 from launcher.topology import Role, Topology
@@ -35,7 +35,6 @@ class Rank:
     """One rank of a run: who it is, and its links to the others."""
 
     config: Config
-    env: RankEnv
     role: Role
     topology: Topology
     device: Device

@@ -21,9 +21,9 @@ PYPROJECT = Path(__file__).resolve().parent.parent / "pyproject.toml"
 REQUIREMENT = re.compile(r"^([A-Za-z0-9][\w.-]*)(?:(>=|==)([\d.]+))?$")
 
 
-def requirements(sets: list[str], pyproject: Path = PYPROJECT) -> list[str]:
+def requirements(sets: list[str]) -> list[str]:
     """The requirements of the named sets, in the order of the file."""
-    content = tomllib.loads(pyproject.read_text())
+    content = tomllib.loads(PYPROJECT.read_text())
     project = content["project"]
     known = {"base": project["dependencies"], **project["optional-dependencies"], **content["tool"]["launch"]}
     return [requirement for name in sets for requirement in known[name]]

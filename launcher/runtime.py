@@ -10,7 +10,7 @@ import os
 from collections.abc import MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from launcher.config import Config
 from launcher.errors import RetryableError, UserError
@@ -178,7 +178,3 @@ def set_threads(device: Device, env: RankEnv) -> None:
 
     if device.kind == "cpu":
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // env.local_world_size))
-
-
-def describe_device(device: Device) -> dict[str, Any]:
-    return {"kind": device.kind, "uuid": device.uuid, "shared": device.shared}

@@ -1,7 +1,7 @@
 """Feature rows from a target to a drafter: a ready message, an answer, then one message of bytes.
 
 Nothing is posted before both sides are there: a pre-posted NCCL receive would spin on the drafter's SMs until the
-sender comes. Memory is bounded on both sides: a target computes `slots` rows ahead, a drafter asks for `depth`.
+sender comes. Memory is bounded on both sides: a target computes `slots` rows ahead, a drafter asks for DEPTH.
 
     target:  compute row m -> set ready/m ............. see go/m -> send
     drafter: buffer free and ready/m seen -> check the header -> set go/m -> receive -> check the ids -> train
@@ -21,6 +21,9 @@ from launcher.meter import Clock, Mark, RowPace, has_passed, seconds_between
 from launcher.row_layout import RowLayout
 from launcher.transports import Arrival, Transport
 from models.draft_step import RowBatch
+
+# Rows that a drafter has on their way beside the one it trains on.
+DEPTH = 2
 
 
 class Waits(Protocol):
@@ -141,11 +144,10 @@ class RowReceiver:
         transport: Transport,
         control: Control,
         lifecycle: Waits,
-        depth: int = 2,
     ) -> None:
         self._layout, self._source, self._transport, self._device = layout, source, transport, device
-        self._control, self._lifecycle, self._depth = control, lifecycle, depth
-        self._free = deque(_Slot(layout.buffer(device)) for _ in range(depth + 1))
+        self._control, self._lifecycle = control, lifecycle
+        self._free = deque(_Slot(layout.buffer(device)) for _ in range(DEPTH + 1))
         self._coming: deque[_Coming] = deque()
         self._in_use: _Slot | None = None
         self._paces: list[RowPace] = []
@@ -156,7 +158,7 @@ class RowReceiver:
         for index in indices:
             if index in coming:
                 continue
-            if len(self._coming) == self._depth or not self._request(index):
+            if len(self._coming) == DEPTH or not self._request(index):
                 return
 
     def take(self, index: int, timeout: float) -> RowBatch:

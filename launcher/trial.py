@@ -24,6 +24,8 @@ STRUCK = "injected fault"
 MARK = "LAUNCHER_TRIAL"
 # What is on its way out when the launcher returns has this long.
 LEAVE_SECONDS = 2.0
+# More than signal_inbox.SAME_WISH_SECONDS.
+SIGNAL_GAP = 1.5
 NEVER = 999
 
 
@@ -44,10 +46,10 @@ class Running:
             time.sleep(0.05)
         return False
 
-    def send(self, *numbers: signal.Signals, gap: float = 1.5) -> None:
-        """Send signals to the launcher, `gap` seconds apart, as long as it is there."""
+    def send(self, *numbers: signal.Signals) -> None:
+        """Send signals to the launcher, far enough apart to be two wishes, as long as it is there."""
         for place, number in enumerate(numbers):
-            time.sleep(gap if place else 0.0)
+            time.sleep(SIGNAL_GAP if place else 0.0)
             if self.process.poll() is None:
                 self.process.send_signal(number)
 

@@ -173,7 +173,6 @@ def join(
     stack.enter_context(memory)
     return Rank(
         start.command.config,
-        env,
         role,
         topology,
         device,

@@ -35,11 +35,6 @@ class DecodeResult:
     accepted: list[int] = field(default_factory=list)
     """Per target step after the prompt: correct drafted tokens + 1, cut where the output ends; sums to len - 1."""
 
-    @property
-    def acceptance_length(self) -> float:
-        """Mean tokens per target step; 0 if the prompt alone ended the output."""
-        return sum(self.accepted) / len(self.accepted) if self.accepted else 0.0
-
 
 @torch.no_grad()
 def greedy_generate(

@@ -74,14 +74,14 @@ class DFlashDrafter(nn.Module):
         for layer in cast("list[DFlashLayer]", list(self.layers)):
             layer.use_linear(linear)
 
-    def compile_layers(self, backend: str = "inductor", options: dict[str, str | bool | int] | None = None) -> None:
+    def compile_layers(self, backend: str = "inductor") -> None:
         """Compile what `forward` runs, in place and for static shapes: each layer, `context` and `finish`.
 
         Functions are replaced rather than modules wrapped: parameter names stay, and FSDP's hooks run uncompiled
         around the compiled code. The first layer has a graph of its own, the others share one. `draft` stays
         uncompiled, as its lengths vary.
         """
-        compiled = partial(torch.compile, backend=backend, options=options, dynamic=False, fullgraph=True)
+        compiled = partial(torch.compile, backend=backend, dynamic=False, fullgraph=True)
         for layer in self.layers:
             layer.forward = compiled(layer.forward)
         self.context = compiled(self.context)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from statistics import mean
 
 import pytest
 import torch
@@ -126,7 +127,6 @@ def test_a_memorised_chat_is_accepted_in_full_blocks() -> None:
     result = speculative_generate(model, drafter, ends_of(model), PROMPT, LENGTH, ())
     check_result(result, expected)
     assert result.accepted == [BLOCK] * ((LENGTH - 1) // BLOCK)
-    assert result.acceptance_length == BLOCK
 
 
 @pytest.mark.parametrize("offset", range(1, BLOCK + 2))
@@ -145,4 +145,4 @@ def test_a_drafter_in_another_dtype_does_not_change_the_tokens() -> None:
     half.load_state_dict(drafter.state_dict())
     result = speculative_generate(model, half, ends_of(model), PROMPT, LENGTH, ())
     assert result.token_ids == greedy_generate(model, PROMPT, LENGTH, ())
-    assert result.acceptance_length > 0.7 * BLOCK
+    assert mean(result.accepted) > 0.7 * BLOCK
