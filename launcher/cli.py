@@ -26,7 +26,7 @@ COMMANDS = {
     "doctor": "check this machine and say what to mend",
     "fingerprint": "print, compare or lock the build that compiles the kernels",
     "cache": "list, verify, export, import or prune compile caches",
-    "bench": "measure the drafter step, the transfer, the pipeline",
+    "bench": "measure the drafter step, the target, the transfer, the pipeline",
     "plan": "predict rates, memory and traffic of a run on other GPUs",
     "soak": "many short runs with seeded random faults",
 }

@@ -70,10 +70,9 @@ def check_lock(config_file: Path | None, current: Fingerprint) -> None:
         return
     changes = [change for change in diff(read_fingerprint(lock), current) if change.field not in NOT_LOCKED]
     if changes:
-        where = f" {config_file}" if config_file else ""
         raise UserError(
             f"{lock} pins another environment:\n{_lines(changes)}",
-            f"restore it, or pin this one with ./launch.sh fingerprint --lock{where}",
+            f"restore it, or pin this one with ./launch.sh fingerprint --lock {config_file}",
         )
 
 

@@ -76,7 +76,7 @@ class Journal:
 
 
 class Progress:
-    """One line per `every` steps: step, loss, acceptance length, rates, memory, wait, time left."""
+    """The line of a step: loss, acceptance length, rates, waits, memory, time left."""
 
     def __init__(self, first_step: int, last_step: int) -> None:
         self._first, self._last, self._start = first_step, last_step, time.monotonic()

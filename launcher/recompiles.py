@@ -69,6 +69,6 @@ class _Warner(logging.Handler):
         self._count += 1
         reason = " ".join(record.getMessage().split())
         if self._count == 1:
-            log.warning("the training step compiles again after the gate (more such go to the log): %s", reason)
+            log.warning("this rank compiles again after the gate (more such go to the log): %s", reason)
         else:
             log.info("recompile %d after the gate: %s", self._count, reason)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -95,7 +93,7 @@ def _listed(count: Tensor | None, index: Tensor | None) -> Tensor:
 def _float32_copy(drafter: DFlashDrafter) -> DFlashDrafter:
     """Dense and never compiled: the class's own forward, not the instance's."""
     with torch.device("meta"):
-        copy = DFlashDrafter(replace(drafter.config))
+        copy = DFlashDrafter(drafter.config)
     weights = {name: _whole(weight).detach().float() for name, weight in drafter.state_dict().items()}
     copy.load_state_dict(weights, assign=True)
     copy.rotary = drafter.rotary

@@ -9,7 +9,7 @@ S context tokens followed by the same N*B block tokens. Block j starts at anchor
 
 Since a query sees two intervals, a tile is full, partial or empty by comparing interval bounds. The tables that
 `create_block_mask` gets from a grid of N*B x (S+N*B) predicates take Q_tiles x KV_tiles integers here.
-Source: DFlash (arXiv 2602.06036); issue 4.
+Source: DFlash (arXiv 2602.06036).
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 FSDP2 on one rank still casts, copies and "reduces" every weight and gradient. Here the backward's gradients are read
 where autograd left them, and one kernel does the whole update: it reads a gradient in compute precision, updates
-float32 master and moments, and writes the working copy. State dict keys are those of the module (issue 4).
+float32 master and moments, and writes the working copy. State dict keys are those of the module.
 """
 
 from __future__ import annotations
