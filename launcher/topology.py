@@ -96,14 +96,6 @@ class Topology:
         of_node = micro_batch // self.drafter_count * self.split.drafters + local_drafter
         return node * self.split.targets + of_node % self.split.targets, drafter
 
-    def micro_batches_of_target(self, index: int, count: int) -> list[int]:
-        """The micro-batches below `count` that target `index` produces, in order."""
-        return [m for m in range(count) if self.route(m)[0] == index]
-
-    def micro_batches_of_drafter(self, index: int, count: int) -> range:
-        """The micro-batches below `count` that drafter `index` consumes, in order."""
-        return range(index, count, self.drafter_count)
-
 
 def default_split(ranks: int, target_tp: int = 1) -> Split:
     """5t+3d for eight ranks, 1t+1d for two; in between about five targets to three drafters.
