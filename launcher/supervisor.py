@@ -10,6 +10,7 @@ import os
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 from launcher.cli import Command, parse
@@ -22,6 +23,7 @@ from launcher.fallback_status import fallback_status, own_lines
 from launcher.fingerprint import collect
 from launcher.outcome import SUPERVISED
 from launcher.preflight import check_checkpoint, wait_for_gpus
+from launcher.roll_call import roll_call
 from launcher.run_folder import ATTEMPT_VARIABLE, lock_run, open_attempt
 from launcher.runtime import RankEnv, choose_device, gpu_uuids
 from launcher.split_choice import flags_of_another_start
@@ -48,13 +50,19 @@ def supervise(command: Command, worker: Path = MAIN) -> int:
         UserError: the run cannot start as asked: its split, its GPUs, a run folder in use, a changed environment, no
             usable checkpoint.
         RetryableError: other processes hold its GPUs.
+        RollCallError: of several nodes another one cannot start, or does not call.
     """
-    run_dir = command.config.runtime.run_dir
-    ranks = choose_ranks(command.config, command.nproc, gpu_uuids())
-    with lock_run(run_dir):
-        if command.node_rank == 0:  # checkpoints lie on the first node
-            check_checkpoint(command.config)
-        check_environment(run_dir, collect(), command.strict_environment, command.config_file)
+    config, run_dir, gpus = command.config, command.config.runtime.run_dir, gpu_uuids()
+    with ExitStack() as held:
+        with roll_call(command, say) as ready:
+            ranks = choose_ranks(config, command.nproc, gpus)
+            held.enter_context(lock_run(run_dir))
+            if command.node_rank == 0:  # checkpoints lie on the first node
+                check_checkpoint(config)
+            fingerprint = collect()
+            check_environment(run_dir, fingerprint, command.strict_environment, command.config_file)
+            wait_for_gpus(own_gpus(config, gpus, ranks), config.runtime.gpu_wait, say)
+            ready(ranks, config.runtime.device != "cpu" and bool(gpus), fingerprint)
         status = run_attempts(command, ranks, worker)
         while flags := flags_of_another_start(run_dir / "logs"):
             status = run_attempts(parse([*command.args, *flags]), ranks, worker)
@@ -64,12 +72,16 @@ def supervise(command: Command, worker: Path = MAIN) -> int:
 def run_attempts(command: Command, ranks: int, worker: Path) -> Status:
     """One attempt, and as many more as a failure allows; the last one's status."""
     ended: list[Status] = []
-    runtime = command.config.runtime
-    gpus = [] if runtime.device == "cpu" or runtime.share_gpus else gpu_uuids()[:ranks]
+    gpus, patience = own_gpus(command.config, gpu_uuids(), ranks), command.config.runtime.gpu_wait
     while not ended or may_restart(ended, command.max_restarts):
-        wait_for_gpus(gpus, runtime.gpu_wait, say)
+        wait_for_gpus(gpus, patience, say)  # ranks of the last attempt may still be on their way out
         ended.append(run_attempt(command, ranks, worker, restarts=len(ended)))
     return ended[-1]
+
+
+def own_gpus(config: Config, gpus: list[str], ranks: int) -> list[str]:
+    """The GPUs that nobody else may compute on."""
+    return [] if config.runtime.device == "cpu" or config.runtime.share_gpus else gpus[:ranks]
 
 
 def run_attempt(command: Command, ranks: int, worker: Path, restarts: int) -> Status:

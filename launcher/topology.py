@@ -161,7 +161,7 @@ def node_problems(nodes: int, node: int, master: str, max_restarts: int) -> list
         unused = [name for name, value in (("--node-rank", node), ("--master", master)) if value]
         return [f"{name}: means something with several nodes only -> add --nnodes N" for name in unused]
     problems = []
-    if not host or not port.isdigit():
+    if not host or not port.isdigit() or not 0 < int(port) < 1 << 16:
         problems.append("--master: several nodes need host:port of node 0 -> for example --master 10.0.0.1:29500")
     if not 0 <= node < nodes:
         problems.append(f"--node-rank: {node} is no node of {nodes} -> 0 to {nodes - 1}")

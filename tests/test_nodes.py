@@ -136,12 +136,26 @@ def test_nodes_with_other_splits_are_refused_on_both(tmp_path: Path, free_port: 
         assert trial.left == () and trial.seconds < 100
 
 
+def test_a_node_that_refuses_to_start_ends_the_other(tmp_path: Path, free_port: Callable[[], int]) -> None:
+    (tmp_path / "mine.toml").touch()
+    (tmp_path / "environment.lock").write_text('{"torch": "1.0.0"}')
+    first, second = start(tmp_path, free_port(), own=("", f"--config={tmp_path}/mine.toml"))
+    assert "environment.lock pins another environment:\n  torch: 1.0.0 -> " in second.console
+    assert "telling the others at 127.0.0.1:" in second.console
+    assert "node 1 (" in first.console and ") refused to start: " in first.console
+    assert first.console.endswith(second.console.partition(" s\n")[2]), "the words of node 1, on both"
+    for trial in (first, second):
+        assert trial.code == 78 and trial.left == () and trial.seconds < 60
+        assert not (trial.run_dir / "attempts").exists() and "Traceback" not in trial.console
+
+
 @pytest.mark.parametrize(
     ("flags", "line"),
     [
         (["--nnodes=2"], "--master: several nodes need host:port of node 0"),
         (["--nnodes=2", "--master=somewhere"], "--master: several nodes need host:port"),
         (["--nnodes=2", "--master=:29500"], "--master: several nodes need host:port"),
+        (["--nnodes=2", "--master=a:65536"], "--master: several nodes need host:port"),
         (["--nnodes=2", "--node-rank=2", "--master=a:1"], "--node-rank: 2 is no node of 2 -> 0 to 1"),
         (["--nnodes=2", "--node-rank=-1", "--master=a:1"], "--node-rank: -1 is no node of 2 -> 0 to 1"),
         (["--nnodes=0"], "--nnodes: 0 nodes cannot hold a run"),

@@ -1,0 +1,368 @@
+"""The roll call of several nodes: what follows from who called, and the call itself over real sockets."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from launcher import roll_call as roll_call_module
+from launcher import roll_call_desk
+from launcher.cli import Command
+from launcher.config import validate
+from launcher.errors import ExitCode, LauncherError, RetryableError, UserError
+from launcher.roll_call import find_address, roll_call, take
+from launcher.roll_call_desk import open_port, read_call
+from launcher.roll_call_verdict import Call, RollCallError, Verdict, find_obstacle, judge, shared_options
+
+ROOT = Path(__file__).resolve().parent.parent
+MASTER = "10.0.0.1:29500"
+BUILD = {"torch": "2.12.0+cu130", "torch.git": "a" * 40, "torch.record": "b" * 64}
+# What a wait may take on a busy machine; tests that pass take a small part of it.
+LONG = 60.0
+
+
+def call(node: int, nodes: int = 2, **fields: Any) -> Call:
+    known: dict[str, Any] = {"protocol": 1, "host": f"host{node}", "pid": node, "ranks": 8, "build": BUILD}
+    return Call(node=node, nodes=nodes, **(known | fields))
+
+
+def test_all_there_start_and_say_nothing() -> None:
+    assert judge([call(0), call(1)], MASTER, 180) == Verdict(code=ExitCode.FINISHED, line="")
+
+
+@pytest.mark.parametrize(
+    ("calls", "code", "line"),
+    [
+        (
+            [call(0)],
+            75,
+            "node 1 did not call at 10.0.0.1:29500 within 180 s (runtime.init_timeout)"
+            " -> start the same command there with --node-rank 1",
+        ),
+        ([call(0, 4), call(2, 4)], 75, "nodes 1, 3 did not call at 10.0.0.1:29500 within 180 s"),
+        (
+            [call(0), call(1, refusal="no GPU -> doctor", code=78)],
+            78,
+            "node 1 (host1) refused to start: no GPU -> doctor",
+        ),
+        (
+            [call(0, refusal="GPUs are in use", code=75), call(1)],
+            75,
+            "node 0 (host0) refused to start: GPUs are in use",
+        ),
+        ([call(0), call(1, refusal="odd", code=0)], 1, "node 1 (host1) refused to start: odd"),
+        (
+            [call(0, 3), call(1, 3), call(1, 3, host="other", pid=7)],
+            78,
+            "--node-rank 1 was given on host1 (pid 1) and on other (pid 7) -> every node needs its own, from 0",
+        ),
+        ([call(0), call(1, 3)], 78, "node 1 (host1) was started with --nnodes 3, node 0 (host0) with 2 -> start every"),
+        ([call(0), call(1, ranks=4)], 78, "node 1 (host1) has 4 ranks, node 0 (host0) has 8 -> start every node"),
+        (
+            [call(0, options={"train": {"lr": 1.0, "seed": 0}}), call(1, options={"train": {"lr": 2.0, "seed": 0}})],
+            78,
+            "node 1 (host1) was started with other options than node 0 (host0): train.lr 2.0, not 1.0 -> start every",
+        ),
+        (
+            [call(0), call(1, protocol=2)],
+            78,
+            "node 1 (host1) runs another version of this launcher than node 0 (host0)",
+        ),
+        (
+            [call(0), call(1, build=BUILD | {"torch.git": "c" * 40}, strict=True)],
+            78,
+            "node 1 (host1) has another build of torch 2.12.0 than node 0 (host0) (git aaaaaaaaaa -> cccccccccc)\n-> ",
+        ),
+    ],
+)
+def test_what_keeps_nodes_from_starting(calls: list[Call], code: int, line: str) -> None:
+    verdict = judge(calls, MASTER, 180)
+    assert (verdict.code, verdict.notices) == (code, []) and verdict.line.startswith(line), verdict.line
+    assert (find_obstacle(calls) is None) == ("did not call" in line), "only a missing node may still come"
+
+
+def test_other_builds_are_listed_and_do_not_keep_nodes_from_starting() -> None:
+    other = {"torch": "2.11.0", "kernels": "d" * 64}
+    verdict = judge([call(0, 3), call(1, 3, build=other), call(2, 3)], MASTER, 180)
+    assert verdict.code == 0 and verdict.notices == [
+        "node 1 (host1) has torch 2.11.0, node 0 (host0) 2.12.0+cu130",
+        f"node 1 (host1) has kernels {'d' * 24}, node 0 (host0) none",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("flags", "same"),
+    [
+        ({"runtime": {"run_dir": "elsewhere"}, "compile": {"cache_dir": "cache"}, "log": {"every": 3}}, True),
+        ({"data": {"path": "/disk/chats.jsonl"}}, True),
+        ({"data": {"path": "/disk/others.jsonl"}}, False),
+        ({"train": {"lr": 1e-5}}, False),
+        ({"runtime": {"share_gpus": True}}, False),
+        ({"dry_run": True}, False),
+    ],
+)
+def test_options_that_must_be_the_same(flags: dict[str, Any], same: bool) -> None:
+    usual, other = validate({"data": {"path": "chats.jsonl"}}), validate({"data": {"path": "chats.jsonl"}} | flags)
+    assert (shared_options(usual, True) == shared_options(other, True)) is same
+    assert shared_options(usual, True) != shared_options(usual, False)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [b"", b"GET / HTTP/1.1\r\n", b"\xff\xfe\n", b"[]\n", b"{}\n", b"[" * 9999, call(0).model_dump_json().encode()],
+)
+def test_anything_else_is_no_call(line: bytes) -> None:
+    assert read_call(line) is None
+    with pytest.raises(ValidationError):
+        Verdict.model_validate_json(line)  # a port that sends back what it gets lets nobody start
+
+
+@pytest.fixture
+def master() -> str:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return f"127.0.0.1:{listener.getsockname()[1]}"
+
+
+@pytest.fixture(autouse=True)
+def eager(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A node that nobody answers yet calls again at once."""
+    monkeypatch.setattr(roll_call_module, "RETRY_SECONDS", 0.05)
+
+
+@pytest.fixture
+def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where somebody is missing anyway, a start that cannot be ends soon."""
+    monkeypatch.setattr(roll_call_module, "TELL_SECONDS", 1.0)
+
+
+def together(*parts: Callable[[], Any]) -> list[Any]:
+    """What each part returns or raises, all at once."""
+
+    def outcome(part: Callable[[], Any]) -> Any:
+        try:
+            return part()
+        except LauncherError as error:
+            return error
+
+    with ThreadPoolExecutor(len(parts)) as pool:
+        return list(pool.map(outcome, parts))
+
+
+def node(number: int, master: str, nodes: int = 2, refusal: LauncherError | None = None, **flags: Any) -> list[str]:
+    """One node's checks and call; returns what it said on its console."""
+    said: list[str] = []
+    config = validate({"runtime": {"init_timeout": flags.pop("patience", LONG)}})
+    command = Command("train", [], config, nnodes=nodes, node_rank=number, master=master)
+    with roll_call(command, said.append) as ready:
+        if refusal is not None:
+            raise refusal
+        ready(flags.get("ranks", 2), False, flags.get("build", BUILD))
+    return said
+
+
+def after(seconds: float, part: Callable[[], Any]) -> Any:
+    time.sleep(seconds)
+    return part()
+
+
+@pytest.mark.parametrize("late", [0, 2])
+def test_nodes_meet_and_the_port_is_free_again(master: str, late: int) -> None:
+    waits = [0.6 if number == late else 0.0 for number in range(3)]
+    first, *others = together(*(lambda n=n: after(waits[n], lambda: node(n, master, 3)) for n in range(3)))
+    assert first == [f"[launch] waiting for nodes 1, 2 of 3 at {master}"]
+    assert others == [[f"[launch] waiting for node 0 of 3 at {master}"]] * 2
+    open_port(int(master.rpartition(":")[2])).close()
+
+
+def test_both_nodes_list_another_build(master: str) -> None:
+    line = "[launch] node 1 ({}) has torch 2.11.0, node 0 ({}) 2.12.0+cu130".format(*[socket.gethostname()] * 2)
+    said = together(lambda: node(0, master), lambda: node(1, master, build={"torch": "2.11.0"}))
+    assert [line in lines for lines in said] == [True, True]
+
+
+@pytest.mark.parametrize("refusing", [0, 1])
+def test_a_refusal_ends_the_other_node_with_its_code_and_line(master: str, refusing: int) -> None:
+    own = UserError("runs/x is in use by pid 7", "wait for it")
+    parts = [lambda n=n: node(n, master, refusal=own if n == refusing else None) for n in range(2)]
+    outcomes = together(*parts)
+    assert outcomes[refusing] is own
+    other = outcomes[1 - refusing]
+    assert isinstance(other, RollCallError) and other.code == 78
+    assert str(other) == f"node {refusing} ({socket.gethostname()}) refused to start: {own}"
+
+
+@pytest.mark.usefixtures("hasty")
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_refusal_that_nobody_hears_keeps_its_error(master: str, number: int) -> None:
+    own = RetryableError("GPUs are in use")
+    assert together(lambda: node(number, master, refusal=own)) == [own]
+
+
+@pytest.mark.usefixtures("hasty")
+def test_a_node_that_refused_and_left_is_still_the_reason(master: str) -> None:
+    gone = call(1, 3, refusal="no GPU", code=78)
+
+    def leave() -> None:
+        with connect(master) as link:
+            link.sendall(gone.model_dump_json().encode() + b"\n")
+
+    verdict, _ = together(lambda: take(call(0, 3), master, LONG), leave)
+    assert (verdict.code, verdict.line) == (78, "node 1 (host1) refused to start: no GPU")
+
+
+def test_missing_nodes_are_named(master: str) -> None:
+    (first,) = together(lambda: node(0, master, patience=0.3))
+    assert first.code == 75 and str(first).startswith(f"node 1 did not call at {master} within 0 s")
+    (other,) = together(lambda: node(1, master, patience=0.3))
+    assert other.code == 75 and str(other).startswith(f"node 0 did not answer at {master} within 0 s")
+
+
+@pytest.mark.usefixtures("hasty")
+def test_two_nodes_with_one_number_end_all(master: str) -> None:
+    numbers = (0, 1, 1)
+    outcomes = together(*(lambda n=n: node(n, master, 3) for n in numbers))
+    for outcome in outcomes:
+        assert isinstance(outcome, RollCallError) and outcome.code == 78
+        assert str(outcome).startswith("--node-rank 1 was given on ")
+
+
+def test_a_node_that_hangs_up_may_call_again(master: str) -> None:
+    def call_again() -> list[Any]:
+        with connect(master) as link:
+            link.sendall(call(1, 3).model_dump_json().encode() + b"\n")
+        return together(lambda: node(1, master, 3), lambda: node(2, master, 3))
+
+    first, others = together(lambda: node(0, master, 3), call_again)
+    assert all(isinstance(said, list) for said in (first, *others))
+
+
+def connect(master: str) -> socket.socket:
+    """A stranger's connection, as soon as somebody listens."""
+    host, _, port = master.rpartition(":")
+    deadline = time.monotonic() + LONG
+    while True:
+        try:
+            return socket.create_connection((host, int(port)), timeout=LONG)
+        except ConnectionRefusedError:
+            assert time.monotonic() < deadline, "nobody listens"
+            time.sleep(0.05)
+
+
+def hung_up(link: socket.socket) -> bool:
+    try:
+        return link.recv(1) == b""
+    except ConnectionResetError:
+        return True
+
+
+def test_strangers_neither_stop_nor_block_the_call(master: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(roll_call_desk, "SPEAK_SECONDS", 0.3)
+
+    lines = (b"GET / HTTP/1.1\r\n\r\n", b"x" * (70 << 10), b"\x16\x03\x01\n", b"{", b"")
+
+    def strangers() -> list[bool]:
+        links = [connect(master) for _ in range(5)]
+        for link, line in zip(links, lines, strict=True):
+            with suppress(OSError):  # already turned away
+                link.sendall(line)
+        ended = [hung_up(link) for link in links]
+        for link in links:
+            link.close()
+        return ended
+
+    def then_call() -> list[str]:
+        assert strangers() == [True] * 5
+        return node(1, master)
+
+    first, other = together(lambda: node(0, master), then_call)
+    assert isinstance(first, list) and isinstance(other, list)
+
+
+def test_no_more_strangers_than_can_be_held(master: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(roll_call_desk, "STRANGERS", 2)
+
+    def crowd() -> bool:
+        with connect(master), connect(master), connect(master) as third:
+            ended = hung_up(third)
+        node(1, master)
+        return ended
+
+    assert together(lambda: node(0, master), crowd)[1] is True
+
+
+@pytest.fixture
+def echo(master: str) -> Iterator[None]:
+    """Something that holds the port and sends back what it gets."""
+    host, _, port = master.rpartition(":")
+    with socket.create_server((host, int(port))) as listener:
+
+        def serve() -> None:
+            while True:
+                try:
+                    link, _ = listener.accept()
+                except OSError:
+                    return
+                with link:
+                    link.sendall(link.recv(1 << 16))
+
+        thread = threading.Thread(target=serve, daemon=True)
+        thread.start()
+        yield
+        listener.shutdown(socket.SHUT_RDWR)
+        thread.join(LONG)
+
+
+@pytest.mark.usefixtures("echo")
+def test_a_port_that_something_else_holds(master: str) -> None:
+    (first,) = together(lambda: node(0, master))
+    assert first.code == 75 and f"cannot listen on port {master.rpartition(':')[2]} of this node: Address" in str(first)
+    (other,) = together(lambda: node(1, master, patience=1.0))
+    assert other.code == 75 and str(other).startswith(f"node 0 did not answer at {master}")
+
+
+def test_a_host_without_an_address_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown(*args: object) -> None:
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", unknown)
+    with pytest.raises(UserError, match="--master: nosuch has no address: .*Name or service not known"):
+        find_address("nosuch", 0.1)
+
+
+def test_one_node_calls_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(roll_call_module, "take", None)
+    assert node(0, "", nodes=1) == []
+    with pytest.raises(UserError, match="no GPU"):
+        node(0, "", nodes=1, refusal=UserError("no GPU"))
+
+
+@pytest.mark.parametrize(("number", "sent", "code"), [(0, signal.SIGINT, 130), (1, signal.SIGTERM, 143)])
+def test_a_signal_ends_the_wait(tmp_path: Path, master: str, number: int, sent: signal.Signals, code: int) -> None:
+    flags = ["--preset=tiny", "--device=cpu", "--nproc=2", f"--run-dir={tmp_path}", "--nnodes=2", f"--master={master}"]
+    process = subprocess.Popen(
+        [sys.executable, str(ROOT / "launcher" / "main.py"), *flags, f"--node-rank={number}"],
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+        env=os.environ | {"XDG_CACHE_HOME": str(tmp_path)},
+        start_new_session=True,
+    )
+    with process:
+        assert process.stderr is not None
+        assert process.stderr.readline() == f"[launch] waiting for node {1 - number} of 2 at {master}\n"
+        process.send_signal(sent)
+        _, rest = process.communicate(timeout=LONG)
+    assert (process.returncode, rest) == (code, "")
