@@ -24,9 +24,10 @@ from launcher.run_folder import ATTEMPT_VARIABLE, lock_run, make_run_dir, open_a
 from launcher.runtime import Device, RankEnv, connect, point_traces, prepare_environment, set_threads
 from launcher.signal_inbox import catch_signals
 from launcher.split_choice import Choice, agree_on_split, choose_split, load_rates
-from launcher.topology import Topology, build_topology
+from launcher.topology import RoleName, Topology, build_topology
 
 if TYPE_CHECKING:
+    from launcher.barrier import OrderedTurns
     from launcher.control import Control
     from launcher.journal import Journal
     from launcher.lifecycle import Lifecycle
@@ -144,14 +145,7 @@ def join(
     """Process groups and the memory watcher: what a rank needs beside the others."""
     env, device, topology, runtime = start.env, start.device, start.topology, start.command.config.runtime
     role = topology.roles[env.rank]
-    for notice in control.get(attempt_key(env))["notices"]:
-        journal.announce(notice)
-    if start.choice.why:
-        journal.announce(start.choice.why)
-    if env.node and env.local_rank == 0:
-        where = f"node {env.node} of {topology.nodes}, {topology.split} on {device.kind}, logs in {attempt_dir}"
-        journal.announce(f"{where}; node 0 shows progress and keeps checkpoints", every_rank=True)
-    journal.announce(f"run folder {runtime.run_dir}, {topology.split} on {device.kind}, logs in {attempt_dir}")
+    announce_start(start, control, attempt_dir, journal)
     with lifecycle.phase("init", runtime.init_timeout):
         set_threads(device, env)
         if device.kind == "cuda" and runtime.memory_snapshot:
@@ -187,22 +181,23 @@ def join(
     )
 
 
+def announce_start(start: Start, control: Control, attempt_dir: Path, journal: Journal) -> None:
+    """What the user should know of this start, and where it writes."""
+    env, nodes = start.env, start.topology.nodes
+    where = f"{start.topology.split} on {start.device.kind}, logs in {attempt_dir}"
+    for notice in control.get(attempt_key(env))["notices"]:
+        journal.announce(notice)
+    if start.choice.why:
+        journal.announce(start.choice.why)
+    if env.node and env.local_rank == 0:
+        rest = "node 0 shows progress and keeps checkpoints"
+        journal.announce(f"node {env.node} of {nodes}, {where}; {rest}", every_rank=True)
+    journal.announce(f"run folder {start.command.config.runtime.run_dir}, {where}")
+
+
 def play_role(rank: Rank) -> str:
     """The work itself; returns the line that sums the run up, the same on every rank."""
-    from launcher.barrier import OrderedTurns
-
-    compiling = rank.config.compile
-    drafter_turns, target_turns = (
-        OrderedTurns(
-            name,
-            rank.topology.leaders_by_node(name),
-            compiling.turns,
-            compiling.turn_timeout,
-            rank.control,
-            rank.lifecycle,
-        )
-        for name in ("drafter", "target")
-    )
+    drafter_turns, target_turns = make_turns(rank, "drafter"), make_turns(rank, "target")
     if rank.role.name == "target":
         from launcher.target_role import run_target
 
@@ -221,6 +216,14 @@ def play_role(rank: Rank) -> str:
         rank.journal.announce(memory_summary(rank))
         rank.journal.announce(text)
     return text
+
+
+def make_turns(rank: Rank, role: RoleName) -> OrderedTurns:
+    """The turns of one role at the gate."""
+    from launcher.barrier import OrderedTurns
+
+    ranks, chosen = rank.topology.leaders_by_node(role), rank.config.compile
+    return OrderedTurns(role, ranks, chosen.turns, chosen.turn_timeout, rank.control, rank.lifecycle)
 
 
 def collect_garbage_from_here() -> None:
