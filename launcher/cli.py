@@ -133,11 +133,7 @@ def parse_overrides(words: list[str]) -> tuple[dict[str, Any], list[str]]:
                 continue
             text = words[position]
             position += 1
-        *sections, leaf = key.split(".")
-        place = values
-        for section in sections:
-            place = place.setdefault(section, {})
-        place[leaf] = _value(text, admits_none(fields[key]))
+        _put(values, key, _value(text, admits_none(fields[key])))
     return values, problems
 
 
@@ -164,7 +160,7 @@ def missing_inputs(values: dict[str, Any]) -> list[str]:
 def _parser() -> argparse.ArgumentParser:
     words = "\n".join(f"  {name:<12} {text}" for name, text in COMMANDS.items())
     parser = argparse.ArgumentParser(
-        prog="launch.sh",
+        prog="./launch.sh",
         description="Train a DFlash drafter, every target and drafter in its own rank.",
         epilog=f"other commands (first word):\n{words}\n\noptions by dotted key:\n{_options_help()}\n{_aliases_help()}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -220,6 +216,14 @@ def _same_dashes(argv: list[str]) -> list[str]:
             flag = "--" + (flag[2:].replace("-", "_") if "." in flag else flag[2:].replace("_", "-"))
         words.append(flag + equals + text)
     return words
+
+
+def _put(values: dict[str, Any], key: str, value: Any) -> None:
+    """Set a dotted key in nested values."""
+    *sections, leaf = key.split(".")
+    for section in sections:
+        values = values.setdefault(section, {})
+    values[leaf] = value
 
 
 def _value(text: str, none_allowed: bool) -> Any:

@@ -14,7 +14,7 @@ from launcher.errors import UserError
 
 def main(args: list[str]) -> int:
     """Verify the checkpoint, gather its weights in one process, write and re-read the export."""
-    parser = CommandParser(prog="launch.sh export", description="Write a checkpoint in the serving format.")
+    parser = CommandParser(prog="./launch.sh export", description="Write a checkpoint in the serving format.")
     parser.add_argument("--checkpoint", type=Path, required=True, help="folder RUN/checkpoints/step-N")
     parser.add_argument("--out", type=Path, required=True, help="folder to write")
     flags = parser.parse_args(args)

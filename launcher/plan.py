@@ -24,7 +24,7 @@ SPLITS_SHOWN = 4
 def main(args: list[str]) -> int:
     """Print the plan; returns 0."""
     parser = CommandParser(
-        "launch.sh plan", description="Predict rates, memory and traffic of a run.", allow_abbrev=False
+        "./launch.sh plan", description="Predict rates, memory and traffic of a run.", allow_abbrev=False
     )
     parser.add_argument("--gpus", type=int, default=8, help="GPUs of all nodes together")
     parser.add_argument("--gpu", default="h200", help=f"one of {', '.join(gpu.name for gpu in GPUS)}")

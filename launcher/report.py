@@ -23,7 +23,7 @@ SUMMARY = "summary.md"
 
 def main(args: list[str]) -> int:
     """Write the report, or refill TensorBoard; returns 0."""
-    parser = CommandParser(prog="launch.sh report", description="Draw the figures of a run and sum it up.")
+    parser = CommandParser(prog="./launch.sh report", description="Draw the figures of a run and sum it up.")
     parser.add_argument("run", nargs="?", type=Path, default=RuntimeConfig().run_dir, help="run folder")
     parser.add_argument("--tensorboard", type=Path, metavar="DIR", help="only fill DIR from metrics.jsonl")
     flags = parser.parse_args(args)

@@ -143,14 +143,7 @@ def play_round(drawn: Round, run_dir: Path, start_step: int, environment: dict[s
 
 def main(args: list[str]) -> int:
     """Run the rounds; 0 if every invariant held in all of them."""
-    parser = CommandParser(prog="launch.sh soak", description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--jobs", type=int, default=1, help="runs at a time, each in its own folder")
-    parser.add_argument("--minutes", type=float, default=math.inf, help="begin no round after this time")
-    parser.add_argument("--folder", type=Path, help="kept afterwards; default: a temporary one, kept if a round fails")
-    parser.add_argument("--compiled", action="store_true", help="compile in every round (slower)")
-    options = parser.parse_args(args)
+    options = _parser().parse_args(args)
     folder = options.folder or Path(tempfile.mkdtemp(prefix="soak-"))
     environment = {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "0" if options.compiled else "1"}
     chains = [
@@ -226,6 +219,17 @@ def play_chain(
             flush=True,
         )
     return reports
+
+
+def _parser() -> CommandParser:
+    parser = CommandParser(prog="./launch.sh soak", description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--jobs", type=int, default=1, help="runs at a time, each in its own folder")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="begin no round after this time")
+    parser.add_argument("--folder", type=Path, help="kept afterwards; default: a temporary one, kept if a round fails")
+    parser.add_argument("--compiled", action="store_true", help="compile in every round (slower)")
+    return parser
 
 
 def _act(kind: str) -> Callable[[Running], None] | None:

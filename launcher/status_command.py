@@ -19,7 +19,7 @@ from launcher.status import FILE_NAME, final_box, read_status
 
 def main(args: list[str]) -> int:
     """Print the status; returns the run's own exit code, 0 while it runs."""
-    parser = CommandParser(prog="launch.sh status", description="Print how a run stands or ended.")
+    parser = CommandParser(prog="./launch.sh status", description="Print how a run stands or ended.")
     parser.add_argument("run", nargs="?", type=Path, default=RuntimeConfig().run_dir, help="run folder")
     parser.add_argument("--json", action="store_true", help="print status.json")
     flags = parser.parse_args(args)

@@ -114,17 +114,7 @@ def run_trial(
         return [output, *(log for attempt in new for log in sorted(attempt.glob("*.log")))]
 
     began = time.monotonic()
-    with output.open("w") as file:
-        process = subprocess.Popen(
-            [sys.executable, str(ROOT / "launcher" / "main.py"), *flags, f"--run-dir={run_dir}"],
-            env=os.environ | environment | {MARK: mark},
-            stdin=subprocess.DEVNULL,
-            stdout=file,
-            stderr=subprocess.STDOUT,
-            text=True,
-            cwd=ROOT,
-            start_new_session=True,  # a terminal's Ctrl-C is meant for whoever plays the run
-        )
+    process = _start([*flags, f"--run-dir={run_dir}"], environment | {MARK: mark}, output)
     try:
         if act is not None:
             act(Running(process, logs))
@@ -147,6 +137,20 @@ def run_trial(
         metrics=tuple(json.loads(line) for line in record.read_text().splitlines()) if record.exists() else (),
         checkpoint_problems=tuple(problems_of(Path(checkpoint))) if checkpoint is not None else (),
     )
+
+
+def _start(flags: list[str], environment: dict[str, str], output: Path) -> subprocess.Popen[str]:
+    with output.open("w") as file:
+        return subprocess.Popen(
+            [sys.executable, str(ROOT / "launcher" / "main.py"), *flags],
+            env=os.environ | environment,
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            text=True,
+            cwd=ROOT,
+            start_new_session=True,  # a terminal's Ctrl-C is meant for whoever plays the run
+        )
 
 
 def _attempts(run_dir: Path) -> list[Path]:
