@@ -11,7 +11,7 @@ from pathlib import Path
 from launcher.checkpoint_folder import newest_published
 from launcher.errors import ExitCode
 from launcher.processes import describe_exit
-from launcher.status import Status, resume_command
+from launcher.status import State, Status, resume_command
 
 # torchrun's report of the first failure, and its own log lines and warnings, which say nothing about the run.
 ROOT_CAUSE = re.compile(r"Root Cause.*?rank +: (\d+).*?exitcode +: (-?\d+)", re.DOTALL)
@@ -38,23 +38,7 @@ def fallback_status(code: int | None, asked: Sequence[signal.Signals], log: Path
         asked: the stop signals that the run was sent.
     """
     failure = first_failure(tail(log))
-    if asked:
-        interrupted = asked[0] is signal.SIGINT
-        state, exit_code = "stopped", ExitCode.INTERRUPTED if interrupted else ExitCode.TERMINATED
-        how = "at once, by a second signal" if len(asked) > 1 else "before its ranks could say so"
-        reason = f"stopped by {'Ctrl-C' if interrupted else asked[0].name} {how}"
-    elif code == 0:
-        state, exit_code, reason = "finished", ExitCode.FINISHED, "every rank left with 0, none wrote a status"
-    elif code is None or code < 0:
-        state, exit_code = "failed", ExitCode.RETRY
-        reason = "torchrun did not end and was killed" if code is None else f"torchrun {describe_exit(-code, log)}"
-    elif failure is not None and failure.exit_code < 0:
-        state, exit_code = "failed", ExitCode.RETRY
-        reason = f"rank {failure.rank} {describe_exit(-failure.exit_code, log)}"
-    else:
-        known = failure is not None and failure.exit_code in CODES
-        state, exit_code = "failed", ExitCode(failure.exit_code) if failure and known else ExitCode.UNCLASSIFIED
-        reason = own_lines(log)[-1] if own_lines(log) else f"torchrun left with exit code {code} without a word"
+    state, exit_code, reason = _verdict(code, asked, failure, log)
     checkpoint = newest_published(run_dir)
     hopeless = exit_code in {ExitCode.DO_NOT_RETRY, ExitCode.FINISHED}
     return Status(
@@ -67,6 +51,28 @@ def fallback_status(code: int | None, asked: Sequence[signal.Signals], log: Path
         resumable=checkpoint is not None and not hopeless,
         next_command=None if hopeless else resume_command(run_dir),
     )
+
+
+def _verdict(
+    code: int | None, asked: Sequence[signal.Signals], failure: FirstFailure | None, log: Path
+) -> tuple[State, ExitCode, str]:
+    """How the run ended, the exit code to return, and why."""
+    if asked:
+        interrupted = asked[0] is signal.SIGINT
+        how = "at once, by a second signal" if len(asked) > 1 else "before its ranks could say so"
+        reason = f"stopped by {'Ctrl-C' if interrupted else asked[0].name} {how}"
+        return "stopped", ExitCode.INTERRUPTED if interrupted else ExitCode.TERMINATED, reason
+    if code == 0:
+        return "finished", ExitCode.FINISHED, "every rank left with 0, none wrote a status"
+    if code is None:
+        return "failed", ExitCode.RETRY, "torchrun did not end and was killed"
+    if code < 0:
+        return "failed", ExitCode.RETRY, f"torchrun {describe_exit(-code, log)}"
+    if failure is not None and failure.exit_code < 0:
+        return "failed", ExitCode.RETRY, f"rank {failure.rank} {describe_exit(-failure.exit_code, log)}"
+    known = failure is not None and failure.exit_code in CODES
+    last = own_lines(log)[-1:] or [f"torchrun left with exit code {code} without a word"]
+    return "failed", ExitCode(failure.exit_code) if failure and known else ExitCode.UNCLASSIFIED, last[0]
 
 
 def first_failure(text: str) -> FirstFailure | None:
