@@ -140,7 +140,7 @@ def _strike(fault: Fault) -> None:
 
 
 def _out_of_memory() -> None:
-    import torch  # noqa: PLC0415 - this module is imported where torch is not
+    import torch  # this module is imported where torch is not
 
     if torch.cuda.is_available():
         torch.empty(1 << 50, dtype=torch.uint8, device="cuda")

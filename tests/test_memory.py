@@ -26,20 +26,20 @@ class FakeNvml:
     def __init__(self, cards: dict[str, int]) -> None:
         self.cards, self.lost = cards, False
 
-    def nvmlInit(self) -> None:  # noqa: N802
+    def nvmlInit(self) -> None:
         pass
 
-    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> str:  # noqa: N802
+    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> str:
         if uuid not in self.cards:
             raise self.NVMLError("Not Found")
         return uuid
 
-    def nvmlDeviceGetMemoryInfo(self, handle: str) -> SimpleNamespace:  # noqa: N802
+    def nvmlDeviceGetMemoryInfo(self, handle: str) -> SimpleNamespace:
         if self.lost:
             raise self.NVMLError("GPU is lost")
         return SimpleNamespace(used=self.cards[handle])
 
-    def nvmlDeviceGetComputeRunningProcesses(self, handle: str) -> list[SimpleNamespace]:  # noqa: N802
+    def nvmlDeviceGetComputeRunningProcesses(self, handle: str) -> list[SimpleNamespace]:
         if self.lost:
             raise self.NVMLError("GPU is lost")
         return [SimpleNamespace(pid=7, usedGpuMemory=3), SimpleNamespace(pid=8, usedGpuMemory=None)]

@@ -46,18 +46,18 @@ class FakeNvml:
     def __init__(self, users: dict[str, list[tuple[int, int | None]]]) -> None:
         self.users, self.looks = users, 0
 
-    def nvmlInit(self) -> None:  # noqa: N802
+    def nvmlInit(self) -> None:
         pass
 
-    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> str:  # noqa: N802
+    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> str:
         if uuid not in self.users:
             raise self.NVMLError("Insufficient Permissions")
         return uuid
 
-    def nvmlDeviceGetMemoryInfo(self, handle: str) -> SimpleNamespace:  # noqa: N802
+    def nvmlDeviceGetMemoryInfo(self, handle: str) -> SimpleNamespace:
         return SimpleNamespace(used=61 * 10**9, total=80 * 10**9)
 
-    def nvmlDeviceGetComputeRunningProcesses(self, handle: str) -> list[SimpleNamespace]:  # noqa: N802
+    def nvmlDeviceGetComputeRunningProcesses(self, handle: str) -> list[SimpleNamespace]:
         self.looks += 1
         return [SimpleNamespace(pid=pid, usedGpuMemory=used) for pid, used in self.users[handle]]
 
