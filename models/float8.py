@@ -3,7 +3,7 @@
 Every operand is scaled just before its GEMM ("dynamic scaling"), so nothing is carried from step to step: by row where
 its rows are summed over, as a whole where it must be transposed first. Masters, norms, attention, softmax
 and the update stay as they are. On GPUs with float8 units (capability 8.9 and newer) a GEMM runs at about twice the
-rate of bfloat16; elsewhere the same rounding is emulated, for tests and to compare loss curves. Source: issue 4.
+rate of bfloat16; elsewhere the same rounding is emulated, for tests and to compare loss curves.
 """
 
 from __future__ import annotations

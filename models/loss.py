@@ -6,7 +6,7 @@ The head is frozen, so the gradient of a row's cross entropy by its hidden state
 nothing from the backward pass but one number: the row's weight. The forward therefore computes it at once, chunk
 by chunk, and keeps [R, H] instead of the logits; decay and D-PACE weights scale its rows afterwards. That is two
 GEMMs for head and loss, no recomputation, and no [R, V] tensor in float32 or for longer than its chunk.
-Sources: DFlash (arXiv 2602.06036, Eq. 4), D-PACE (arXiv 2605.18810), issue 4.
+Sources: DFlash (arXiv 2602.06036, Eq. 4), D-PACE (arXiv 2605.18810).
 """
 
 from __future__ import annotations
