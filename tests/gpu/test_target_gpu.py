@@ -63,8 +63,9 @@ def test_features_are_stock_features(family: str, tmp_path: Path) -> None:
         own = model(ids[doc == document][None], output_hidden_states=True, use_cache=False).hidden_states
         expected = torch.cat([own[layer_id + 1][0] for layer_id in LAYER_IDS], dim=-1)
         errors = token_errors(features[doc == document], expected)
-        # A mixture of experts sends a token elsewhere where two experts are as good as equal.
-        median, worst = (0.1, 2.0) if family in MIXTURES else (0.03, 0.2)
+        # A mixture of experts sends a token elsewhere where two experts are as good as equal: of Mixtral's tokens
+        # about half, whose median is then 0.09 on a CPU.
+        median, worst = (0.2, 2.0) if family in MIXTURES else (0.03, 0.2)
         assert float(errors.median()) < median and float(errors.max()) < worst, family
     kernels, _ = watch_step(lambda: target(ids, doc, positions))
     assert launches(kernels) == (target.attention_layers, 0), kernels
