@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
 
+from models.attention import FLEX_OPTIONS
 from models.masks import TILE, Tiles, document_starts, order_tiles, sparse_mask
 
 NAME = "packed_flex"
@@ -154,6 +155,7 @@ def _attend(
         block_mask=attention_mask,
         scale=scaling,
         enable_gqa=query.shape[1] != key.shape[1],
+        kernel_options=FLEX_OPTIONS,
     )
     assert isinstance(out, Tensor)
     return out.transpose(1, 2).contiguous(), None
