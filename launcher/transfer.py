@@ -103,16 +103,27 @@ class RowSender:
 
     def _pump(self) -> bool:
         """Announce what is computed, send what is asked for; True when a buffer is free."""
+        # A drafter takes what comes from here in the order it asked. Its asks of rows m and m + 1 may both come between
+        # two looks, so while its row m is not seen to be asked for, no later one is looked at.
+        holding: set[int] = set()
         for offer in list(self._offers):
-            if not offer.announced and has_passed(offer.end):
-                self._control.set(f"ready/{offer.index}", offer.announcement())
-                offer.announced = True
-            if offer.announced and self._control.has(f"go/{offer.index}"):
-                self._free.append((offer.buffer, self._transport.send(offer.buffer, offer.rank)))
-                self._offers.remove(offer)
-                self._control.delete(f"ready/{offer.index}")
-                self._control.delete(f"go/{offer.index}")
+            self._announce(offer)
+            if offer.rank not in holding and offer.announced and self._control.has(f"go/{offer.index}"):
+                self._send(offer)
+            else:
+                holding.add(offer.rank)
         return bool(self._free)
+
+    def _announce(self, offer: _Offer) -> None:
+        if not offer.announced and has_passed(offer.end):
+            self._control.set(f"ready/{offer.index}", offer.announcement())
+            offer.announced = True
+
+    def _send(self, offer: _Offer) -> None:
+        self._free.append((offer.buffer, self._transport.send(offer.buffer, offer.rank)))
+        self._offers.remove(offer)
+        self._control.delete(f"ready/{offer.index}")
+        self._control.delete(f"go/{offer.index}")
 
     def _awaited(self, what: str) -> str:
         pending = ", ".join(f"row {offer.index} to rank {offer.rank}" for offer in self._offers)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import numpy as np
@@ -175,3 +175,46 @@ def test_stopping_gives_no_buffer() -> None:
     server = Control("127.0.0.1", 0, "test", serve=True)
     sender = RowSender(LAYOUT, 1, torch.device("cpu"), cast(Any, None), server, cast(Any, StandIn()))
     assert sender.slot(lambda: True, 5) is None
+
+
+class AsksBetweenLooks:
+    """A control plane on which `late` keys come just after somebody has looked for `go/1` in vain."""
+
+    def __init__(self) -> None:
+        self.keys: set[str] = set()
+        self.late: set[str] = set()
+
+    def set(self, key: str, value: Any) -> None:
+        self.keys.add(key)
+
+    def has(self, key: str) -> bool:
+        seen = key in self.keys
+        if key == "go/1":
+            self.keys |= self.late
+        return seen
+
+    def delete(self, key: str) -> None:
+        self.keys.remove(key)
+
+
+@dataclass
+class Sent:
+    """A transport that notes the first byte of each row and who gets it."""
+
+    rows: list[tuple[int, int]] = field(default_factory=list)
+
+    def send(self, buffer: torch.Tensor, rank: int) -> Any:
+        self.rows.append((int(buffer[0]), rank))
+        return lambda: None
+
+
+def test_rows_leave_in_the_order_that_a_drafter_asks_for_them() -> None:
+    control, transport = AsksBetweenLooks(), Sent()
+    sender = RowSender(LAYOUT, 3, torch.device("cpu"), cast(Any, transport), cast(Any, control), cast(Any, StandIn()))
+    for index, drafter in ((1, 7), (2, 8), (3, 7)):
+        buffer = sender.slot(lambda: False, 5)
+        assert buffer is not None
+        sender.offer(index, drafter, buffer.fill_(index), {})
+    control.late = {"go/1", "go/2", "go/3"}  # the sender sees 2 and 3 in the same round in which it missed 1
+    sender.drain(lambda: False, 5)
+    assert transport.rows == [(2, 8), (1, 7), (3, 7)], "another drafter is not held up"
