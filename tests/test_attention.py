@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.nn.attention.flex_attention import create_block_mask
 
+from models import attention
 from models.anchors import Anchors
 from models.attention import attend, choose_backend
 from models.dflash import DFlashConfig, DFlashDrafter
@@ -66,6 +68,24 @@ def test_flex_never_runs_uncompiled() -> None:
         DFlashDrafter(CONFIG)(*inputs(anchors, doc_S), mask, "flex")
 
 
+@pytest.mark.parametrize("hopper", [False, True])
+def test_few_queries_do_not_take_the_kernel_for_decoding(hopper: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch._dynamo.reset()
+    monkeypatch.setattr(attention, "on_hopper", lambda: hopper)
+    options = []
+
+    def record(graph: torch.fx.GraphModule, _inputs: object) -> object:
+        calls = [node for node in graph.graph.nodes if node.target is torch.ops.higher_order.flex_attention]
+        options.extend(next(arg for arg in node.args if isinstance(arg, dict)) for node in calls)
+        return graph.forward
+
+    x = torch.randn(1, 2, CONFIG.block_size, 128)
+    mask = create_block_mask(lambda b, h, q, kv: q >= kv, None, None, CONFIG.block_size, CONFIG.block_size, "cpu")
+    torch.compile(attend, backend=record, fullgraph=True)(x, x, x, mask, "flex")
+    (chosen,) = options
+    assert chosen["BACKEND"] == "TRITON" and ("fwd_BLOCK_M" in chosen) == hopper
+
+
 def test_a_mask_of_the_wrong_kind_is_refused() -> None:
     anchors, doc_S = layout(0)
     x = torch.randn(1, 2, 4, 16)
@@ -84,6 +104,7 @@ def test_grouped_queries_equal_repeated_keys() -> None:
 def test_flex_equals_sdpa_and_fresh_masks_do_not_recompile() -> None:
     """Uses the eager compiler backend: the trace and its guards are real, the kernels are PyTorch's."""
     torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
     torch.manual_seed(0)
     drafter = DFlashDrafter(CONFIG)
     compiled = DFlashDrafter(CONFIG)
