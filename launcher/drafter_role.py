@@ -41,7 +41,7 @@ def run_drafter(rank: Rank, drafter_turns: OrderedTurns, target_turns: OrderedTu
     forbid_recompiles(config.compile.on_recompile)
     sharded = len(rank.topology.drafter_ranks) > 1
     mesh = drafter_mesh(rank.groups, rank.device, rank.topology)
-    return Training(rank, models.layout, lambda steps: factory.build(mesh, steps, sharded)).run()
+    return Training(rank, models.layout, lambda shift, steps: factory.build(mesh, steps, sharded, shift)).run()
 
 
 def _load_ends(rank: Rank, models: Models) -> FrozenEnds:

@@ -97,6 +97,7 @@ class DrafterStep:
             shards, and the ranks of a node.
         total_steps: length of the learning rate schedule.
         sharded: FSDP2; False only where the run has one drafter, whose step it makes shorter by a tenth.
+        shift: added to a step's number to find its place in that schedule (schedule.rate_span).
     """
 
     def __init__(
@@ -107,8 +108,9 @@ class DrafterStep:
         config: TrainConfig,
         total_steps: int,
         sharded: bool = True,
+        shift: int = 0,
     ) -> None:
-        self.drafter, self._config, self._total = drafter, config, total_steps
+        self.drafter, self._config, self._total, self._shift = drafter, config, total_steps, shift
         self.precision = config.precision
         self._groups = [mesh.get_group(dim) for dim in range(mesh.ndim)]
         if not sharded and mesh.size() > 1:
@@ -137,7 +139,7 @@ class DrafterStep:
         own_loss = sums[:1].clone()
         for group in self._groups:
             dist.all_reduce(sums, group=group)
-        lr = learning_rate(step, self._total, self._config)
+        lr = learning_rate(step + self._shift, self._total, self._config)
         norm = self._optimizer.step(lr, weight=sums[1] * self._scale, clip_norm=self._config.clip_norm)
         values = torch.cat([sums[:4], own_loss, norm[None], sums[4:]])
         block_size = self.drafter.config.block_size

@@ -1,7 +1,9 @@
-"""Where training begins: the number of steps, the checkpoint to go on from, and the schedule that follows from both."""
+"""Where training begins: the checkpoint to go on from, and the schedule that follows from it and from the rows."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +17,16 @@ from launcher.checkpoint_io import split_state
 from launcher.config_changes import check_resumed_config
 from launcher.drafter_step import DrafterStep
 from launcher.rank import Rank
-from launcher.schedule import Schedule, total_steps
+from launcher.schedule import Schedule, rate_span, total_steps
 
 
-def count_steps(rank: Rank) -> int:
-    """Optimizer steps of the run, once the targets know how many rows there are."""
-    rows = rank.wait_for("rows/0", "the targets to pack the rows", rank.config.runtime.load_timeout)
-    return total_steps(rank.config.train, rows, rank.topology.drafter_count)
+@dataclass(frozen=True)
+class Beginning:
+    """The checkpoint to go on from, None for a new run, with the steps and micro-batches that are done by then."""
+
+    path: str | None = None
+    step: int = 0
+    micro_batch: int = 0
 
 
 class NoCheckpoints:
@@ -51,26 +56,44 @@ def open_checkpoints(rank: Rank) -> Checkpointer | NoCheckpoints:
     )
 
 
-def resume(rank: Rank, step: DrafterStep, checkpoints: Checkpointer | NoCheckpoints, steps: int) -> Schedule:
-    """Load the newest usable checkpoint, if any; the first drafter tells all ranks where the run starts."""
-    start, position = 0, 0
-    path = _choose_checkpoint(rank)
-    if path is not None:
-        state = step.state()
-        if isinstance(checkpoints, Checkpointer):
-            extra = checkpoints.load(path, state)
-            rank.control.set("resumed", [extra["step"], extra["micro_batches"]])
-        if rank.groups.copies is not None:
-            copy_from_first_node(state, rank.groups.copies, rank.torch_device)
-        step.load_state(state)
-        what = "the first node to load the checkpoint"
-        start, position = rank.wait_for("resumed", what, rank.config.runtime.load_timeout)
-        rank.lifecycle.step = start
-        rank.journal.announce(f"resumed from {path} at step {start}")
-    schedule = {"last_step": max(steps, start), "start_step": start, "start_micro_batch": position}
+def resume(
+    rank: Rank, build: Callable[[int, int], DrafterStep]
+) -> tuple[DrafterStep, Checkpointer | NoCheckpoints, Schedule]:
+    """Build the step and load the newest usable checkpoint into it, if any; then the targets learn the schedule.
+
+    Args:
+        build: makes the step from the shift and the total of `rate_span`.
+    """
+    beginning = agree_beginning(rank)
+    schedule = plan(rank, beginning)
+    step, checkpoints = build(*rate_span(rank.config.train, schedule)), open_checkpoints(rank)
+    if beginning.path is not None:
+        load(rank, Path(beginning.path), step, checkpoints)
+        rank.lifecycle.step = beginning.step
+        rank.journal.announce(f"resumed from {beginning.path} at step {beginning.step}")
     if rank.leads_drafters:
-        rank.control.set("schedule", schedule)
-    return Schedule(rank.topology, rank.config.train.accumulation, **schedule)
+        numbers = {name: getattr(schedule, name) for name in ("last_step", "start_step", "start_micro_batch")}
+        rank.control.set("schedule", numbers)
+    return step, checkpoints, schedule
+
+
+def plan(rank: Rank, beginning: Beginning) -> Schedule:
+    """The steps from a beginning to the end of the run, once the targets know how many rows there are."""
+    rows = rank.wait_for("rows/0", "the targets to pack the rows", rank.config.runtime.load_timeout)
+    train, start, position = rank.config.train, beginning.step, beginning.micro_batch
+    per_step = train.accumulation * rank.topology.drafter_count
+    last_step = total_steps(train, rows, per_step, start, position)
+    return Schedule(rank.topology, train.accumulation, last_step, start, position)
+
+
+def load(rank: Rank, path: Path, step: DrafterStep, checkpoints: Checkpointer | NoCheckpoints) -> None:
+    """Take over the weights and moments of a checkpoint; the first node reads it, the others copy from there."""
+    state = step.state()
+    if isinstance(checkpoints, Checkpointer):
+        checkpoints.load(path, state)
+    if rank.groups.copies is not None:
+        copy_from_first_node(state, rank.groups.copies, rank.torch_device)
+    step.load_state(state)
 
 
 def copy_from_first_node(state: dict[str, Any], copies: dist.ProcessGroup, device: torch.device) -> None:
@@ -83,14 +106,18 @@ def copy_from_first_node(state: dict[str, Any], copies: dist.ProcessGroup, devic
         local.detach().copy_(carried)
 
 
-def _choose_checkpoint(rank: Rank) -> Path | None:
-    """The checkpoint to resume from; one rank chooses, because choosing also tidies the folder."""
-    runtime = rank.config.runtime
+def agree_beginning(rank: Rank) -> Beginning:
+    """Where the run begins; one rank chooses, because choosing also tidies the folder."""
     if rank.leads_drafters:
-        found = find_checkpoint(runtime.run_dir, runtime.resume)
-        changes = check_resumed_config(read_extra(found.path)["config"], rank.config) if found.path else []
-        for notice in [*found.notices, *(f"changed since the checkpoint: {change}" for change in changes)]:
-            rank.journal.announce(notice)
-        rank.control.set("resume", {"path": None if found.path is None else str(found.path)})
-    chosen = rank.wait_for("resume", "the first drafter to choose a checkpoint", runtime.load_timeout)["path"]
-    return None if chosen is None else Path(chosen)
+        rank.control.set("beginning", asdict(_choose_beginning(rank)))
+    what = "the first drafter to choose a checkpoint"
+    return Beginning(**rank.wait_for("beginning", what, rank.config.runtime.load_timeout))
+
+
+def _choose_beginning(rank: Rank) -> Beginning:
+    found = find_checkpoint(rank.config.runtime.run_dir, rank.config.runtime.resume)
+    extra = read_extra(found.path) if found.path else None
+    changes = check_resumed_config(extra["config"], rank.config) if extra else []
+    for notice in [*found.notices, *(f"changed since the checkpoint: {change}" for change in changes)]:
+        rank.journal.announce(notice)
+    return Beginning(str(found.path), extra["step"], extra["micro_batches"]) if extra else Beginning()

@@ -1,7 +1,8 @@
 """Which micro-batch belongs to which step, target and drafter. Pure, so that every rank agrees without a word.
 
 A step of D drafters with accumulation A takes the next A*D micro-batches. A resumed run goes on at the micro-batch its
-checkpoint names, whatever the numbers of targets and drafters are now.
+checkpoint names, whatever the numbers of targets and drafters are now. `epochs` are counted in rows, so a run whose
+steps have become larger or smaller still trains on as many; `max_steps` are steps of any size.
 """
 
 from __future__ import annotations
@@ -14,9 +15,18 @@ from launcher.config_sections import TrainConfig
 from launcher.topology import Topology
 
 
-def total_steps(config: TrainConfig, rows: int, drafters: int) -> int:
-    """Optimizer steps of a run: `max_steps`, or `epochs` passes over the rows; the next pass fills the last step."""
-    return config.max_steps or max(1, math.ceil(config.epochs * rows / (config.accumulation * drafters)))
+def total_steps(config: TrainConfig, rows: int, per_step: int, start: int = 0, position: int = 0) -> int:
+    """The last step of a run: `max_steps`, or `epochs` passes over the rows; the next pass fills the last step.
+
+    Args:
+        per_step: micro-batches of one step, from here on.
+        start: steps that are done; a run that is already past its end does no more.
+        position: micro-batches that are done, in steps of whatever size.
+    """
+    if config.max_steps is not None:
+        return max(config.max_steps, start)
+    wanted = max(1, math.ceil(round(config.epochs * rows, 6)))  # 0.1 * 30 is a little more than 3
+    return start + math.ceil(max(0, wanted - position) / per_step)
 
 
 @dataclass(frozen=True)
@@ -54,6 +64,19 @@ class Schedule:
             producer, drafter = self.topology.route(micro_batch - self.start_micro_batch)
             if producer == target:
                 yield micro_batch, self.topology.drafter_rank(drafter)
+
+
+def rate_span(config: TrainConfig, schedule: Schedule) -> tuple[int, int]:
+    """(shift, total): step s of this start has the learning rate of step s + shift out of total.
+
+    The shift is 0 unless steps have changed their size since the run began. Then steps count for the learning rate as
+    if all of them had been of the present size, so that it goes on from the share of the epochs that is done and not
+    from another place of its curve. With `max_steps` it follows the steps alone.
+    """
+    if config.max_steps is not None:
+        return 0, config.max_steps
+    shift = schedule.start_micro_batch // schedule.per_step - schedule.start_step
+    return shift, schedule.last_step + shift
 
 
 def is_due(step: int, every: int, last_step: int) -> bool:

@@ -30,13 +30,14 @@ class StepFactory:
         self._config, self._shape, self._ends, self._device = config, shape, ends, device
         self.backend: Backend = user_input(lambda: choose_backend(config.drafter.attention, device.type))
 
-    def build(self, mesh: DeviceMesh, steps: int, sharded: bool) -> DrafterStep:
+    def build(self, mesh: DeviceMesh, steps: int, sharded: bool, shift: int = 0) -> DrafterStep:
         """A compiled drafter with the run's initial weights.
 
         Args:
             mesh: the ranks that train together.
             steps: length of the learning rate schedule.
             sharded: FSDP2 over the mesh, as with several drafters.
+            shift: where a step stands in that schedule, beside its own number (schedule.rate_span).
 
         Raises:
             UserError: `drafter.init_from` or the precision does not fit.
@@ -50,7 +51,7 @@ class StepFactory:
             user_input(lambda: _same_shape(drafter, start))
             drafter.load_state_dict(start.state_dict())
         drafter.compile_layers()
-        return user_input(lambda: DrafterStep(drafter, self._forward, mesh, self._config.train, steps, sharded))
+        return user_input(lambda: DrafterStep(drafter, self._forward, mesh, self._config.train, steps, sharded, shift))
 
     def _forward(self, drafter: DFlashDrafter) -> DraftForward:
         train = self._config.train

@@ -23,7 +23,7 @@ from launcher.journal import Progress, clock
 from launcher.meter import Meter, over_drafters
 from launcher.rank import Rank, compute_dtype, to_compute
 from launcher.recompiles import explain_recompiles
-from launcher.resume import count_steps, open_checkpoints, resume
+from launcher.resume import resume
 from launcher.row_layout import RowLayout
 from launcher.schedule import is_due
 from launcher.sinks import MetricsWriter, NoMetrics
@@ -38,14 +38,11 @@ log = logging.getLogger("launcher")
 class Training:
     """One drafter's part of the loop; stops are agreed at step boundaries."""
 
-    def __init__(self, rank: Rank, layout: RowLayout, build: Callable[[int], DrafterStep]) -> None:
+    def __init__(self, rank: Rank, layout: RowLayout, build: Callable[[int, int], DrafterStep]) -> None:
         self.rank, self.config = rank, rank.config
         runtime = rank.config.runtime
         with rank.lifecycle.phase("load", runtime.load_timeout):
-            steps = count_steps(rank)
-            self.step = build(steps)
-            self.checkpointer = open_checkpoints(rank)
-            self.schedule = resume(rank, self.step, self.checkpointer, steps)
+            self.step, self.checkpointer, self.schedule = resume(rank, build)
         self.dtype = compute_dtype(rank.config)
         transport = make_transport(
             rank.groups.rows_backend, rank.groups.rows, rank.torch_device, collective_patience(runtime)
@@ -54,7 +51,7 @@ class Training:
             layout, self.schedule.source, rank.torch_device, transport, rank.control, rank.lifecycle
         )
         self.metrics = self._open_metrics()
-        self.progress = Progress(self.schedule.start_step, steps)
+        self.progress = Progress(self.schedule.start_step, self.schedule.last_step)
         self.pending: deque[StepResult] = deque()
         self.meter = Meter(rank.config.data.row_length, self.schedule.per_step, rank.torch_device)
         self.balance = Balance(rank.topology.split)

@@ -6,7 +6,8 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -163,3 +164,13 @@ def test_learning_rate_warms_up_and_ends_where_it_should(schedule: str) -> None:
     assert rates[100] == pytest.approx(1.0 if schedule == "constant" else 0.2)
     assert rates[50] == pytest.approx(1.0) or schedule == "cosine"
     assert all(a >= b - 1e-12 for a, b in zip(rates[10:], rates[11:], strict=False))
+
+
+def test_a_shift_moves_the_learning_rate_and_not_the_number_of_a_step() -> None:
+    step = DrafterStep.__new__(DrafterStep)
+    step._config, step._total, step._shift = TrainConfig(lr=1.0), 100, -30
+    step._sums, step._groups, step._scale = torch.zeros(8), [], 1.0
+    step._optimizer = cast(Any, SimpleNamespace(step=lambda lr, weight, clip_norm: torch.tensor(0.0)))
+    step.drafter = cast(Any, SimpleNamespace(config=SimpleNamespace(block_size=2)))
+    result = step.update(80)
+    assert result.step == 80 and result.lr == learning_rate(50, 100, step._config)

@@ -110,10 +110,11 @@ def test_a_start_on_a_busy_gpu_ends_with_75_and_names_the_process(tmp_path: Path
     assert not (tmp_path / "run/attempts").exists(), "nothing was started"
 
 
-def saved(run_dir: Path, step: int, config: Config) -> Path:
+def saved(run_dir: Path, step: int, config: Config, micro_batches: int = 0) -> Path:
     folder = checkpoints_of(run_dir) / f"step-{step}"
     folder.mkdir(parents=True)
-    (folder / EXTRA).write_text(json.dumps({"extra": {"config": config.model_dump(mode="json")}}))
+    extra = {"step": step, "micro_batches": micro_batches, "config": config.model_dump(mode="json")}
+    (folder / EXTRA).write_text(json.dumps({"extra": extra}))
     (folder / "__0_0.distcp").write_bytes(bytes(preflight.SMALL_BYTES + 1))
     write_manifest(folder, seal_files(sorted(folder.iterdir())), step)
     return folder

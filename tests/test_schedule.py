@@ -7,7 +7,7 @@ from itertools import chain
 import pytest
 
 from launcher.config_sections import TrainConfig
-from launcher.schedule import Schedule, is_due, total_steps
+from launcher.schedule import Schedule, is_due, rate_span, total_steps
 from launcher.topology import Split, build_topology
 
 
@@ -36,9 +36,47 @@ def test_resume_on_another_split_skips_and_repeats_nothing() -> None:
 
 
 def test_steps_cover_the_epochs() -> None:
-    assert total_steps(TrainConfig(epochs=2, accumulation=2), rows=10, drafters=3) == 4
-    assert total_steps(TrainConfig(epochs=1), rows=1, drafters=3) == 1
-    assert total_steps(TrainConfig(max_steps=7), rows=10, drafters=3) == 7
+    assert total_steps(TrainConfig(epochs=2), rows=10, per_step=6) == 4
+    assert total_steps(TrainConfig(epochs=1), rows=1, per_step=3) == 1
+    assert total_steps(TrainConfig(epochs=0.1), rows=30, per_step=3) == 1
+    assert total_steps(TrainConfig(max_steps=7), rows=10, per_step=3) == 7
+
+
+@pytest.mark.parametrize("per_step", [1, 4, 7])
+def test_a_resume_with_the_same_layout_has_the_same_last_step_and_rates(per_step: int) -> None:
+    config = TrainConfig(epochs=2.5)
+    last = total_steps(config, 41, per_step)
+    for start in range(last + 1):
+        assert total_steps(config, 41, per_step, start, start * per_step) == last
+        schedule = Schedule(build_topology(Split(1, per_step)), 1, last, start, start * per_step)
+        assert rate_span(config, schedule) == (0, last)
+
+
+@pytest.mark.parametrize("before", [1, 3, 8])
+@pytest.mark.parametrize("after", [1, 3, 8])
+@pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 0.9, 1.0])
+def test_a_resume_with_another_layout_trains_on_what_is_left_of_the_epochs(
+    before: int, after: int, share: float
+) -> None:
+    config, rows = TrainConfig(epochs=6, schedule="wsd"), 100
+    start = round(share * total_steps(config, rows, before))
+    position = start * before
+    schedule = Schedule(
+        build_topology(Split(2, after)), 1, total_steps(config, rows, after, start, position), start, position
+    )
+    end = schedule.position(schedule.last_step)
+    assert max(600, position) <= end < max(600, position) + after
+    shift, total = rate_span(config, schedule)
+    done = (start + shift) / total
+    assert abs(done - min(1.0, position / 600)) <= after / 600, "the learning rate goes on from the share that is done"
+    assert schedule.last_step + shift == total
+
+
+def test_max_steps_are_steps_of_any_size_and_a_run_past_them_does_no_more() -> None:
+    config = TrainConfig(max_steps=100)
+    assert total_steps(config, 10, 3, start=50, position=50) == 100
+    assert total_steps(config, 10, 3, start=120, position=120) == 120
+    assert rate_span(config, Schedule(build_topology(Split(1, 3)), 1, 100, 50, 50)) == (0, 100)
 
 
 def test_due() -> None:
