@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING, Any
 from launcher.bench_pipeline import PipelineOptions, bench_pipeline, pipeline_table
 from launcher.command_parser import CommandParser
 from launcher.errors import UserError
-from launcher.runtime import RankEnv, choose_device, gpu_uuids
+from launcher.gpus import gpu_uuids
+from launcher.runtime import RankEnv, choose_device
 
 if TYPE_CHECKING:
     from launcher.bench_alone import Alone
@@ -84,7 +85,7 @@ def _common_options(part: argparse.ArgumentParser, precisions: tuple[str, ...]) 
 
 def _device(requested: str) -> str:
     """The kind of device; this process sees only one GPU from here on. Before torch is imported."""
-    device = choose_device(requested, False, gpu_uuids(os.environ), RankEnv(0, 0, 1, 1, "127.0.0.1", 0, 0, False))
+    device = choose_device(requested, False, gpu_uuids(requested), RankEnv(0, 0, 1, 1, "127.0.0.1", 0, 0, False))
     if device.uuid:
         os.environ["CUDA_VISIBLE_DEVICES"] = device.uuid
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
@@ -94,7 +95,7 @@ def _device(requested: str) -> str:
 def _two_devices(requested: str, shared: bool) -> str:
     """The kind of device that two ranks will run on."""
     env = RankEnv(0, 0, 2, 2, "127.0.0.1", 0, 0, False)
-    return choose_device(requested, shared, gpu_uuids(os.environ), env).kind
+    return choose_device(requested, shared, gpu_uuids(requested), env).kind
 
 
 def _drafter(chosen: Any) -> dict[str, Any]:

@@ -28,8 +28,9 @@ from launcher.cache_files import network_file_system
 from launcher.command_parser import CommandParser
 from launcher.compile_cache import cache_root
 from launcher.environment import describe
-from launcher.errors import ExitCode
+from launcher.errors import ExitCode, UserError
 from launcher.fingerprint import collect
+from launcher.gpus import gpu_handles, gpu_uuids
 from launcher.requirements import missing, requirements
 
 Level = Literal["OK", "WARN", "MISS"]
@@ -105,10 +106,12 @@ def check_gpus() -> Iterator[Check]:
     import pynvml
 
     try:
-        pynvml.nvmlInit()
-        handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
-    except pynvml.NVMLError as error:
-        yield Check("WARN", "GPUs", f"NVML: {error}", "without an NVIDIA driver training runs on the CPU")
+        handles = gpu_handles()
+    except UserError as error:
+        yield Check("MISS", "GPUs", error.what, error.fix)
+        return
+    if not handles:
+        yield Check("WARN", "GPUs", "NVML finds none", "without an NVIDIA driver training runs on the CPU")
         return
     for index, handle in enumerate(handles):
         yield _check_gpu(pynvml, index, handle)
@@ -117,6 +120,10 @@ def check_gpus() -> Iterator[Check]:
         yield Check("WARN", "peer access", f"none between GPUs {', '.join(apart)}", "feature rows go through the host")
     elif len(handles) > 1:
         yield Check("OK", "peer access", "between all GPUs")
+    try:
+        gpu_uuids("auto")
+    except UserError as error:
+        yield Check("MISS", "GPU mask", error.what, error.fix)
 
 
 def _check_gpu(pynvml: Any, index: int, handle: Any) -> Check:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from launcher.config import Config
 from launcher.errors import RetryableError, UserError
+from launcher.gpus import gpu_uuids
 
 if TYPE_CHECKING:
     from launcher.control import Control
@@ -80,29 +81,6 @@ class Device:
         return "cuda:0" if self.kind == "cuda" else "cpu"
 
 
-def gpu_uuids(environ: MutableMapping[str, str] = os.environ) -> list[str]:
-    """UUIDs of the usable GPUs by NVML, in the order of CUDA_VISIBLE_DEVICES where it is set; [] without a driver."""
-    import pynvml
-
-    try:
-        pynvml.nvmlInit()
-        count = pynvml.nvmlDeviceGetCount()
-        found = [pynvml.nvmlDeviceGetUUID(pynvml.nvmlDeviceGetHandleByIndex(i)) for i in range(count)]
-    except pynvml.NVMLError:
-        return []
-    mask = environ.get("CUDA_VISIBLE_DEVICES")
-    if mask is None:
-        return found
-    named = [word.strip() for word in mask.split(",") if word.strip()]
-    return [uuid for word in named for uuid in _gpus_named(word, found)]
-
-
-def _gpus_named(word: str, found: list[str]) -> list[str]:
-    if word.isdigit():
-        return found[int(word) : int(word) + 1]
-    return [uuid for uuid in found if uuid.startswith(word)]
-
-
 def choose_device(requested: str, share: bool, gpus: list[str], env: RankEnv) -> Device:
     """The device of this rank.
 
@@ -112,7 +90,10 @@ def choose_device(requested: str, share: bool, gpus: list[str], env: RankEnv) ->
     if requested == "cpu" or (requested == "auto" and not gpus):
         return Device("cpu")
     if not gpus:
-        raise UserError("runtime.device=cuda: NVML finds no GPU", "check the driver with ./launch.sh doctor")
+        raise UserError(
+            "runtime.device=cuda: NVML finds no GPU, or CUDA_VISIBLE_DEVICES names none",
+            "check the driver with ./launch.sh doctor",
+        )
     if len(gpus) < env.local_world_size and not share:
         raise UserError(
             f"{env.local_world_size} ranks on {len(gpus)} GPU{'s' * (len(gpus) != 1)}",
@@ -124,7 +105,8 @@ def choose_device(requested: str, share: bool, gpus: list[str], env: RankEnv) ->
 
 def prepare_environment(config: Config, env: RankEnv, environ: MutableMapping[str, str] = os.environ) -> Device:
     """Set every variable that torch, Triton, NCCL and gloo read. Must run before torch is imported."""
-    device = choose_device(config.runtime.device, config.runtime.share_gpus, gpu_uuids(environ), env)
+    requested = config.runtime.device
+    device = choose_device(requested, config.runtime.share_gpus, gpu_uuids(requested, environ), env)
     environ["CUDA_VISIBLE_DEVICES"] = device.uuid or ""
     defaults = {
         "CUDA_DEVICE_ORDER": "PCI_BUS_ID",

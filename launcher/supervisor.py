@@ -21,11 +21,12 @@ from launcher.environment import check_environment
 from launcher.errors import ExitCode
 from launcher.fallback_status import fallback_status, own_lines
 from launcher.fingerprint import collect
+from launcher.gpus import gpu_uuids
 from launcher.outcome import SUPERVISED
 from launcher.preflight import check_checkpoint, wait_for_gpus
 from launcher.roll_call import roll_call
 from launcher.run_folder import ATTEMPT_VARIABLE, lock_run, open_attempt
-from launcher.runtime import RankEnv, choose_device, gpu_uuids
+from launcher.runtime import RankEnv, choose_device
 from launcher.split_choice import flags_of_another_start
 from launcher.status import FILE_NAME, Status, final_box, read_status, write_status
 from launcher.topology import resolve_split
@@ -52,9 +53,10 @@ def supervise(command: Command, worker: Path = MAIN) -> int:
         RetryableError: other processes hold its GPUs.
         RollCallError: of several nodes another one cannot start, or does not call.
     """
-    config, run_dir, gpus = command.config, command.config.runtime.run_dir, gpu_uuids()
+    config, run_dir = command.config, command.config.runtime.run_dir
     with ExitStack() as held:
         with roll_call(command, say) as ready:
+            gpus = gpu_uuids(config.runtime.device)
             ranks = choose_ranks(config, command.nproc, gpus)
             held.enter_context(lock_run(run_dir))
             if command.node_rank == 0:  # checkpoints lie on the first node
@@ -72,7 +74,8 @@ def supervise(command: Command, worker: Path = MAIN) -> int:
 def run_attempts(command: Command, ranks: int, worker: Path) -> Status:
     """One attempt, and as many more as a failure allows; the last one's status."""
     ended: list[Status] = []
-    gpus, patience = own_gpus(command.config, gpu_uuids(), ranks), command.config.runtime.gpu_wait
+    gpus = own_gpus(command.config, gpu_uuids(command.config.runtime.device), ranks)
+    patience = command.config.runtime.gpu_wait
     while not ended or may_restart(ended, command.max_restarts):
         wait_for_gpus(gpus, patience, say)  # ranks of the last attempt may still be on their way out
         ended.append(run_attempt(command, ranks, worker, restarts=len(ended)))

@@ -10,7 +10,7 @@ import pytest
 
 from launcher.config import Config
 from launcher.errors import UserError
-from launcher.runtime import Device, RankEnv, choose_device, gpu_uuids, point_traces, prepare_environment
+from launcher.runtime import Device, RankEnv, choose_device, point_traces, prepare_environment
 
 GPUS = [f"GPU-{letter * 4}" for letter in "abcd"]
 
@@ -25,23 +25,6 @@ def four_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pynvml, "nvmlDeviceGetCount", lambda: len(GPUS))
     monkeypatch.setattr(pynvml, "nvmlDeviceGetHandleByIndex", lambda index: index)
     monkeypatch.setattr(pynvml, "nvmlDeviceGetUUID", lambda index: GPUS[index])
-
-
-@pytest.mark.usefixtures("four_gpus")
-@pytest.mark.parametrize(
-    ("mask", "expected"),
-    [(None, GPUS), ("2,0", [GPUS[2], GPUS[0]]), ("GPU-bbbb", [GPUS[1]]), ("", []), ("7", [])],
-)
-def test_the_users_mask_chooses_and_orders_gpus(mask: str | None, expected: list[str]) -> None:
-    assert gpu_uuids({} if mask is None else {"CUDA_VISIBLE_DEVICES": mask}) == expected
-
-
-def test_without_a_driver_there_are_no_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing() -> None:
-        raise pynvml.NVMLError(pynvml.NVML_ERROR_LIBRARY_NOT_FOUND)
-
-    monkeypatch.setattr(pynvml, "nvmlInit", missing)
-    assert gpu_uuids({}) == []
 
 
 def test_each_rank_gets_its_own_gpu() -> None:
