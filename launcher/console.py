@@ -12,22 +12,38 @@ COLOURS = re.compile(rb"\x1b\[[0-9;?]*[A-Za-z]")
 
 
 class Tee:
-    """Passes lines on to stdout and, without colours, to a file. A closed terminal or pipe never stops the file."""
+    """Passes lines on to stdout and, without colours, to a file.
+
+    A closed terminal never stops the file, nor a full disk the terminal: whoever writes into a pipe that nobody empties
+    would stand still.
+    """
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("ab", buffering=0)
         self._lock = threading.Lock()
-        self._terminal = True
+        self._terminal, self._warned = True, False
 
     def write(self, line: bytes) -> None:
         with self._lock:
-            self._file.write(COLOURS.sub(b"", line))
-            if self._terminal:
-                try:
-                    sys.stdout.buffer.write(line)
-                    sys.stdout.buffer.flush()
-                except (OSError, ValueError):  # the reader of our output has gone
-                    self._terminal = False
+            self._keep(COLOURS.sub(b"", line))
+            self._show(line)
+
+    def _keep(self, line: bytes) -> None:
+        try:
+            self._file.write(line)
+        except OSError as error:
+            if not self._warned:
+                self._show(f"[launch] console.log lacks lines from here: {error.strerror}\n".encode())
+            self._warned = True
+
+    def _show(self, line: bytes) -> None:
+        if not self._terminal:
+            return
+        try:
+            sys.stdout.buffer.write(line)
+            sys.stdout.buffer.flush()
+        except (OSError, ValueError):  # the reader of our output has gone
+            self._terminal = False
 
     def say(self, text: str) -> None:
         self.write(text.encode() + b"\n")
