@@ -26,18 +26,26 @@ class Sink(Protocol):
 class JsonlSink:
     """One JSON object per line, flushed at once: the record that every other sink can be refilled from.
 
+    A disk that takes no line costs a warning; what the file object still holds is written once there is room.
+
     Args:
-        start_step: where this run goes on; what an earlier attempt recorded beyond it is dropped, since those steps
+        start_step: where this run goes on; what an earlier attempt recorded beyond it is set aside, since those steps
             are done again.
     """
 
     def __init__(self, path: Path, start_step: int = 0) -> None:
         _keep_until(path, start_step)
         self._file = path.open("a")
+        self._warned = False
 
     def write(self, step: int, metrics: dict[str, Any]) -> None:
-        self._file.write(json.dumps({"step": step, **metrics}) + "\n")
-        self._file.flush()
+        try:
+            self._file.write(json.dumps({"step": step, **metrics}) + "\n")
+            self._file.flush()
+        except OSError as error:
+            if not self._warned:
+                log.warning("metrics.jsonl lacks steps from step %d on: %s", step, error.strerror)
+            self._warned = True
 
     def close(self) -> None:
         self._file.close()
@@ -128,15 +136,27 @@ def parse_line(line: str) -> dict[str, Any] | None:
 
 
 def _keep_until(path: Path, step: int) -> None:
-    """Drop the lines of later steps, and lines that were cut off or spoiled."""
+    """Move the lines of later steps to `metrics.jsonl.old-N`, and drop those that were cut off or spoiled."""
     if not path.exists():
         return
     lines = path.read_text(errors="replace").splitlines(keepends=True)
-    kept = [line for line in lines if line.endswith("\n") and (parse_line(line) or {}).get("step", step + 1) <= step]
+    steps = [(parse_line(line) or {}).get("step") if line.endswith("\n") else None for line in lines]
+    kept = [line for line, done in zip(lines, steps, strict=True) if done is not None and done <= step]
+    later = [line for line, done in zip(lines, steps, strict=True) if done is not None and done > step]
+    if later:
+        _set_aside(path, later)
     if len(kept) < len(lines):
         temporary = path.with_suffix(".tmp")
         temporary.write_text("".join(kept))
         os.replace(temporary, path)
+
+
+def _set_aside(path: Path, lines: list[str]) -> None:
+    number = 1
+    while (aside := path.with_name(f"{path.name}.old-{number}")).exists():
+        number += 1
+    aside.write_text("".join(lines))
+    log.info("%s has %d lines of steps that are done again", aside, len(lines))
 
 
 class NoMetrics:

@@ -80,6 +80,24 @@ def test_the_record_goes_on_where_the_run_does(tmp_path: Path) -> None:
     sink.write(3, {"again": True})
     assert recorded(tmp_path) == [{"step": 1}, {"step": 2}, {"step": 3, "again": True}]
     sink.close()
+    assert [path.name for path in tmp_path.glob("*.old-*")] == ["metrics.jsonl.old-1"]
+    assert (tmp_path / "metrics.jsonl.old-1").read_text() == '{"step": 3}\n', "no step is lost"
+    JsonlSink(path, 3).close()
+    JsonlSink(path, 0).close()
+    assert path.read_text() == "" and len((tmp_path / "metrics.jsonl.old-2").read_text().splitlines()) == 3
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
+def test_a_full_disk_costs_a_warning_and_lines(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    writer = make_writer(make_config(tmp_path))
+    room, writer._record._file = writer._record._file, open("/dev/full", "a")  # noqa: SIM115
+    for step in (1, 2, 3):
+        writer.write(step, {"loss": 1.0})
+    assert caplog.messages == ["metrics.jsonl lacks steps from step 1 on: No space left on device"]
+    writer._record._file = room
+    writer.write(4, {"loss": 1.0})
+    writer.close()
+    assert recorded(tmp_path) == [{"step": 4, "loss": 1.0}]
 
 
 def test_a_line_that_was_cut_off_is_no_line() -> None:
