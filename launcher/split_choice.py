@@ -8,6 +8,7 @@ No torch.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import time
 from dataclasses import asdict, dataclass
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from launcher.balance import Rates, best_split, explain_choice
 from launcher.config import Config
-from launcher.errors import LauncherError, UserError
+from launcher.errors import RetryableError, UserError
 from launcher.plan_model import Exchange, drafter_seconds, target_seconds
 from launcher.plan_shapes import run_shape
 from launcher.topology import Split, default_split, resolve_split
@@ -25,6 +26,7 @@ from launcher.work_model import find_gpu
 if TYPE_CHECKING:
     from launcher.control import Control
 
+log = logging.getLogger("launcher")
 RATES_FILE, AGAIN_FILE = "rates.json", "again.json"
 # Only the ratio of the two roles matters for a guess, and that is much the same on all GPUs.
 ANY_GPU = "H200"
@@ -80,7 +82,7 @@ def agree_on_split(choice: Choice, control: Control, rank: int, node: int, timeo
 
     Raises:
         UserError: this node was told another split than the first one.
-        LauncherError: the first rank did not say in time.
+        RetryableError: the first rank did not say in time.
     """
     mine = asdict(choice)
     if rank == 0:
@@ -88,7 +90,7 @@ def agree_on_split(choice: Choice, control: Control, rank: int, node: int, timeo
     deadline = time.monotonic() + timeout
     while not control.has("split"):
         if time.monotonic() > deadline:
-            raise LauncherError(f"waited {timeout:.0f} s for the first rank to choose a split", "see its message")
+            raise RetryableError(f"waited {timeout:.0f} s for the first rank to choose a split", "see its message")
         time.sleep(0.02)
     first = control.get("split")
     agreed = Choice(Split(**first.pop("split")), **first)
@@ -109,10 +111,13 @@ def load_rates(folder: Path | None, config: Config) -> Rates | None:
 
 
 def save_rates(folder: Path, config: Config, rates: Rates) -> None:
-    """Keep measured rates for later starts; whole or not at all."""
+    """Keep measured rates for later starts; whole or not at all. A disk that takes them not costs a warning."""
     temporary = folder / f"{RATES_FILE}.{os.getpid()}.tmp"
-    temporary.write_text(json.dumps(_entries(folder) | {_key(config): asdict(rates)}, indent=1) + "\n")
-    os.replace(temporary, folder / RATES_FILE)
+    try:
+        temporary.write_text(json.dumps(_entries(folder) | {_key(config): asdict(rates)}, indent=1) + "\n")
+        os.replace(temporary, folder / RATES_FILE)
+    except OSError as error:
+        log.warning("measured rates are not kept in %s: %s", folder, error.strerror)
 
 
 def ask_for_another_start(attempt: Path, split: Split) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import pytest
 
@@ -13,7 +15,7 @@ from launcher.calibration import CALIBRATION_STEPS, Calibration
 from launcher.cli import parse
 from launcher.config import Config, for_device
 from launcher.control import Control
-from launcher.errors import ConfigError, LauncherError, UserError
+from launcher.errors import ConfigError, RetryableError, UserError
 from launcher.outcome import SUPERVISED
 from launcher.split_choice import (
     RATES_FILE,
@@ -94,10 +96,21 @@ def test_rates_are_kept_by_what_they_depend_on(tmp_path: Path) -> None:
     assert load_rates(tmp_path, auto()) == RATES
 
 
+def test_rates_that_cannot_be_kept_cost_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(self: Path, text: str) -> NoReturn:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Path, "write_text", full)
+    save_rates(tmp_path, auto(), RATES)
+    assert caplog.messages == [f"measured rates are not kept in {tmp_path}: No space left on device"]
+
+
 def test_all_ranks_take_the_first_ones_choice() -> None:
     control = Control("127.0.0.1", 0, "test", serve=True)
     first, other = Choice(Split(2, 6), "measured: ...", False), Choice(Split(5, 3), "guessed", True)
-    with pytest.raises(LauncherError, match="first rank to choose a split"):
+    with pytest.raises(RetryableError, match="first rank to choose a split"):
         agree_on_split(other, control, rank=8, node=1, timeout=0.1)
     assert agree_on_split(first, control, rank=0, node=0, timeout=1) == first
     assert agree_on_split(other, control, rank=8, node=1, timeout=1) == first
