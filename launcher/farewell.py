@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
 import time
 import traceback
 from collections.abc import Callable
@@ -17,15 +16,17 @@ from launcher.out_of_memory import is_out_of_memory, memory_report
 from launcher.outcome import (
     Failure,
     Leaving,
+    failed_status,
     failure_of,
     finished_status,
     is_secondary,
     process_code,
     publish_failure,
     report,
+    report_alone,
     stopped_status,
 )
-from launcher.processes import shut_down_compile_workers
+from launcher.processes import flush_output, shut_down_compile_workers
 from launcher.rank_state import RankState
 from launcher.status import Status
 from launcher.stop_wish import EVIDENCE_SECONDS
@@ -66,17 +67,36 @@ class Farewell:
     def fail(self, error: BaseException, log_file: IO[str], has_wish: Callable[[], bool]) -> ExitCode:
         """End with an error: the first failure of the run is reported, later ones stay quiet in their logs.
 
+        Never raises, whatever is gone: the store with its node, the disk.
+
         Args:
-            log_file: the rank's log.
+            log_file: the rank's log, which loses lines rather than raise.
             has_wish: tells whether a stop signal came whose meaning is not yet decided.
         """
         phase = getattr(error, "launcher_phase", self.state.phase.name)
+        try:
+            self._write_down(error, log_file)
+            return self._tell(error, phase, has_wish)
+        except Exception as trouble:
+            log.warning("no other rank was told: %s: %s", type(trouble).__name__, trouble)
+            return self._leave_alone(error, phase)
+
+    def _write_down(self, error: BaseException, log_file: IO[str]) -> None:
+        """Into the log first: once others know, this rank has seconds left."""
         if isinstance(error, StopRequested):
-            return self._stopped(error.code, phase)
+            return
         peer_failed = isinstance(error, PeerFailed)
         log_file.write(f"ended by {error}\n" if peer_failed else "".join(traceback.format_exception(error)))
         if is_out_of_memory(error):
-            log_file.write(memory_report(self._snapshot) + "\n")
+            try:
+                log_file.write(memory_report(self._snapshot) + "\n")
+            except Exception as trouble:  # of a broken device or a full disk; the cause is the error itself
+                log_file.write(f"no report on memory: {type(trouble).__name__}: {trouble}\n")
+
+    def _tell(self, error: BaseException, phase: str, has_wish: Callable[[], bool]) -> ExitCode:
+        """Publish the failure, or say that this rank stops, once it is clear which of them it is."""
+        if isinstance(error, StopRequested):
+            return self._stopped(error.code, phase)
         self._await_root_cause(error, has_wish)
         if self.state.stop is not None and self.state.failure is None:
             return self._stopped(self.state.stop, phase, f"; while stopping: {type(error).__name__}: {error}")
@@ -84,6 +104,18 @@ class Farewell:
         self.control.set(f"left/{self.role.rank}", "failed")
         self.state.leave_with(ExitCode(failure.code))
         return ExitCode(failure.code)
+
+    def _leave_alone(self, error: BaseException, phase: str) -> ExitCode:
+        """The end where the store cannot be reached: the code is the stop's or the error's own."""
+        stop = error.code if isinstance(error, StopRequested) else self.state.stop
+        if stop is not None and self.state.failure is None:
+            status = stopped_status(stop, phase, self.state.step, self.run_dir, "; the other ranks could not be told")
+        else:
+            status = failed_status(self.state.failure or self._failure(error, phase), self.run_dir)
+        report_alone(status, self.run_dir, self.role.local_rank)
+        code = ExitCode(status.code or 0)
+        self.state.leave_with(code)
+        return code
 
     def leave(self, code: ExitCode, close: Callable[[], None] | None = None) -> NoReturn:
         """End the process within seconds, whatever hangs: the watchdog is left running to see to that.
@@ -99,15 +131,16 @@ class Farewell:
                 log.warning("closing: %s: %s", type(error).__name__, error)
         shut_down_compile_workers()
         logging.shutdown()
-        sys.stdout.flush()
-        sys.stderr.flush()
+        flush_output()
         os._exit(process_code(code))
 
     def _publish(self, error: BaseException, phase: str) -> Failure:
+        return publish_failure(self.control, self._failure(error, phase), self.run_dir, self.role.node)
+
+    def _failure(self, error: BaseException, phase: str) -> Failure:
         name = f"{self.role.name} {self.role.index}"
         verdict = error.verdict if isinstance(error, DeadlineError) else None
-        failure = verdict or failure_of(error, self.role.rank, name, phase, self.state.step, str(self.log_path))
-        return publish_failure(self.control, failure, self.run_dir, self.role.node)
+        return verdict or failure_of(error, self.role.rank, name, phase, self.state.step, str(self.log_path))
 
     def _await_root_cause(self, error: BaseException, has_wish: Callable[[], bool]) -> None:
         """Give the watchdog time to learn of the failure or the stop that this error is an echo of."""

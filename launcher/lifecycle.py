@@ -23,12 +23,13 @@ from typing import TYPE_CHECKING, NoReturn
 from launcher import faults
 from launcher.errors import DeadlineError, ExitCode, PeerFailed, StopRequested
 from launcher.farewell import Farewell
-from launcher.outcome import failed_status, known_failure
+from launcher.outcome import failed_status, known_failure, record
 from launcher.peers import Member
 from launcher.processes import die_with_parent
+from launcher.rank_log import RankLog
 from launcher.rank_state import Limits, Phase, RankState
 from launcher.signal_inbox import catch_signals
-from launcher.status import Status, write_status
+from launcher.status import Status
 from launcher.watchdog import Watchdog
 
 if TYPE_CHECKING:
@@ -59,7 +60,7 @@ class Lifecycle:
         inbox = catch_signals()
         die_with_parent()
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
-        self._log = self.log_path.open("a", buffering=1)
+        self._log = RankLog(self.log_path)
         faulthandler.enable(self._log)
         if self.control.claim(f"running/{self.role.node}", self.role.rank):
             self._write_running()
@@ -185,6 +186,6 @@ class Lifecycle:
         self.control.set(f"phase/{self.role.rank}", [self._state.phase.name, self.step])
 
     def _write_running(self) -> None:
-        write_status(self.run_dir, Status(state="running", reason="started", phase=self._state.phase.name))
+        record(Status(state="running", reason="started", phase=self._state.phase.name), self.run_dir)
         if (failure := known_failure(self.control)) is not None:
-            write_status(self.run_dir, failed_status(failure, self.run_dir))
+            record(failed_status(failure, self.run_dir), self.run_dir)

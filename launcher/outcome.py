@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Literal
 from launcher.checkpoint_folder import newest_published
 from launcher.errors import DeadlineError, ExitCode, LauncherError, PeerFailed
 from launcher.out_of_memory import advice, is_out_of_memory
-from launcher.status import Status, final_box, resume_command, write_status
+from launcher.status import FILE_NAME, Status, final_box, read_status, resume_command, write_status
 
 if TYPE_CHECKING:
     from launcher.control import Control
@@ -58,6 +58,8 @@ def failure_code(error: BaseException) -> ExitCode:
     retry = is_out_of_memory(error) or is_secondary(error)
     if isinstance(error, OSError):
         retry = retry or error.errno in RETRY_ERRNOS
+    # Writers in Rust and C++ (safetensors, torch.save) have the system's words alone.
+    retry = retry or any(os.strerror(number) in str(error) for number in RETRY_ERRNOS)
     return ExitCode.RETRY if retry else ExitCode.UNCLASSIFIED
 
 
@@ -100,6 +102,11 @@ def tell_node(control: Control, failure: Failure, run_dir: Path, node: int) -> N
     """Write the status and print the box on one node, once: each node has a run folder and a console of its own."""
     if control.claim(f"told/{node}", failure.rank):
         report(failed_status(failure, run_dir), run_dir)
+
+
+def tell_alone(failure: Failure, run_dir: Path, local_rank: int) -> None:
+    """As `tell_node`, for ranks that have lost the store, and with it the claim."""
+    report_alone(failed_status(failure, run_dir), run_dir, local_rank)
 
 
 def known_failure(control: Control) -> Failure | None:
@@ -155,7 +162,27 @@ def finished_status(reason: str, step: int, run_dir: Path) -> Status:
 
 
 def report(status: Status, run_dir: Path) -> None:
-    """Write `status.json` and, unless `launch.sh` will do it, end the console with the box."""
-    write_status(run_dir, status)
-    if status.state in {"failed", "stopped"} and not os.environ.get(SUPERVISED):
+    """Write `status.json` and, unless `launch.sh` will read it and do so, end the console with the box."""
+    written = record(status, run_dir)
+    if status.state in {"failed", "stopped"} and not (written and os.environ.get(SUPERVISED)):
         log.error("\n%s", final_box(status), extra={"announce": True})
+
+
+def report_alone(status: Status, run_dir: Path, local_rank: int) -> None:
+    """Report without the store: the first rank of a node does, unless the status has an end already."""
+    try:
+        told = read_status(run_dir)
+    except (OSError, ValueError):  # no status that anybody could read
+        told = None
+    if local_rank == 0 and (told is None or told.state == "running"):
+        report(status, run_dir)
+
+
+def record(status: Status, run_dir: Path) -> bool:
+    """Write `status.json`; whether the disk took it. How a run ends never depends on that."""
+    try:
+        write_status(run_dir, status)
+    except OSError as error:
+        log.error("%s of %s is not written: %s", FILE_NAME, run_dir, error.strerror)
+        return False
+    return True

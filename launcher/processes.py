@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import signal
@@ -95,6 +96,13 @@ def shut_down_compile_workers() -> None:
     """End Inductor's worker pool, which can hold the exit of a process for minutes (pytorch issue #162199)."""
     if "torch._inductor.async_compile" in sys.modules:
         sys.modules["torch._inductor.async_compile"].shutdown_compile_workers()
+
+
+def flush_output() -> None:
+    """Hand over what stdout and stderr still hold; the way out leads on where the disk takes no more."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):
+            stream.flush()
 
 
 def die_with_parent() -> None:

@@ -26,7 +26,7 @@ def dump_stacks(log: IO[str], why: str, traces: Path, rank: int) -> None:
 
 
 def dump_flight_recorder(traces: Path, rank: int) -> Path | None:
-    """Write what c10d recorded (TORCH_FR_BUFFER_SIZE) as JSON; None without NCCL or records."""
+    """Write what c10d recorded (TORCH_FR_BUFFER_SIZE) as JSON; None without NCCL, records, or room on the disk."""
     c10d = sys.modules.get("torch._C._distributed_c10d")
     dump = getattr(c10d, "_dump_nccl_trace_json", None)
     if dump is None:
@@ -34,9 +34,12 @@ def dump_flight_recorder(traces: Path, rank: int) -> Path | None:
     text = dump().decode()
     if not json.loads(text).get("entries"):
         return None
-    traces.mkdir(parents=True, exist_ok=True)
     path = traces / f"nccl_rank_{rank}.json"
-    path.write_text(text)
+    try:
+        traces.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    except OSError:  # whoever dumps is on its way out, which this must not end
+        return None
     return path
 
 

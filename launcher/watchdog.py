@@ -9,7 +9,6 @@ from __future__ import annotations
 import faulthandler
 import os
 import select
-import sys
 import threading
 import time
 import traceback
@@ -27,10 +26,12 @@ from launcher.outcome import (
     publish_failure,
     report,
     stopped_status,
+    tell_alone,
     tell_node,
 )
 from launcher.overdue import blame, overdue, overwaited
 from launcher.peers import Beat, Member, PeerTable
+from launcher.processes import flush_output
 from launcher.rank_state import Limits, Phase, RankState
 from launcher.signal_inbox import SignalInbox
 from launcher.stacks import dump_stacks, is_in_collective
@@ -228,9 +229,9 @@ class Watchdog:
         self._exit(code, "stopped")
 
     def _last_word(self, failure: Failure) -> None:
-        """End this rank without the store: say it in the log, then leave."""
+        """End this rank without the store: say it in the log and to the node, then leave."""
         self._say(str(failure))
-        self.state.failure = failure
+        tell_alone(failure, self.run_dir, self.me.local_rank)
         os._exit(failure.code)
 
     def _exit(self, code: ExitCode, how: Leaving) -> None:
@@ -238,7 +239,7 @@ class Watchdog:
             self.control.set(f"left/{self.me.rank}", how)
         except (RuntimeError, OSError) as error:
             self._say(f"could not say goodbye: {error}")
-        sys.stdout.flush()
+        flush_output()
         os._exit(process_code(code))
 
     def _dump(self, why: str) -> None:
@@ -247,4 +248,3 @@ class Watchdog:
 
     def _say(self, text: str) -> None:
         self.log.write(f"[watchdog] {text}\n")
-        self.log.flush()

@@ -5,15 +5,20 @@ from __future__ import annotations
 import os
 import subprocess
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, NoReturn, cast
 
 import pytest
 
 from launcher.overdue import blame
 from launcher.peers import Beat, Member, PeerTable, watches
 from launcher.processes import crash_in, describe_exit, is_alive, read_process
+from launcher.rank_log import RankLog
+from launcher.rank_state import Limits, Phase, RankState
+from launcher.signal_inbox import SignalInbox
 from launcher.stacks import is_in_collective
+from launcher.status import read_status
 from launcher.topology import Role
+from launcher.watchdog import STORE_LOST_SECONDS, Watchdog
 from tests.rank_processes import FileControl
 
 if TYPE_CHECKING:
@@ -124,6 +129,32 @@ def test_how_a_process_ended_in_words(tmp_path: Path) -> None:
     assert "probably killed" in describe_exit(None, log)
     log.write_text("step 3\nFatal Python error: Segmentation fault\n\nThread 0x1:\n")
     assert crash_in(log) == "Segmentation fault" and "Segmentation fault" in describe_exit(None, log)
+
+
+def test_a_watchdog_that_lost_the_store_tells_its_node_and_ends_the_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def leave(code: int) -> NoReturn:
+        raise SystemExit(code)
+
+    monkeypatch.setattr(os, "_exit", leave)
+    state, log = RankState([Phase("step", 0.0, 60.0, True)]), RankLog(tmp_path / "rank.log")
+    dog = Watchdog(
+        cast("Control", None),
+        _member(8, local_rank=0),
+        9,
+        state,
+        cast(SignalInbox, None),
+        Limits(60, 30),
+        tmp_path,
+        log,
+    )
+    dog._on_store_error(RuntimeError("recv"), now=STORE_LOST_SECONDS - 1)
+    with pytest.raises(SystemExit) as left:
+        dog._on_store_error(RuntimeError("recv"), now=STORE_LOST_SECONDS + 1)
+    status = read_status(tmp_path)
+    assert status is not None and left.value.code == 75
+    assert (status.state, status.code, status.rank) == ("failed", 75, 8) and "torchrun's store" in status.reason
 
 
 def test_no_thread_of_this_test_sits_in_a_collective() -> None:
