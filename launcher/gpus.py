@@ -25,8 +25,7 @@ def gpu_handles() -> list[Any]:
     Raises:
         UserError: there is a driver, but NVML cannot reach it, or none of its GPUs.
     """
-    import pynvml
-
+    pynvml = _nvml()
     try:
         pynvml.nvmlInit()
         count = pynvml.nvmlDeviceGetCount()
@@ -59,6 +58,13 @@ def gpu_uuids(device: str, environ: Mapping[str, str] = os.environ) -> list[str]
     return found if named is None or not found else [_gpu_named(word, found) for word in named]
 
 
+def _nvml() -> Any:
+    """Its errors carry a `value` that their class does not declare, hence Any."""
+    import pynvml
+
+    return pynvml
+
+
 def _words(mask: str) -> list[str]:
     return [word.strip() for word in mask.split(",") if word.strip()]
 
@@ -74,9 +80,7 @@ def _handle(pynvml: Any, index: int) -> Any:
 
 
 def _uuids() -> list[str]:
-    import pynvml
-
-    handles = gpu_handles()
+    pynvml, handles = _nvml(), gpu_handles()
     try:
         return [pynvml.nvmlDeviceGetUUID(handle) for handle in handles]
     except pynvml.NVMLError as error:
