@@ -18,6 +18,7 @@ POINTER = "latest"
 EXTRA = "extra.json"
 FOLDER_MODE = 0o700
 _NAME = re.compile(r"step-(\d+)")
+_SET_ASIDE = re.compile(r"(step-\d+)\.old-\d+")
 # Names of half-made and set-aside folders; never resumed from.
 TEMPORARY, REPLACED = ".tmp", ".replaced"
 
@@ -87,7 +88,7 @@ def find_checkpoint(run_dir: Path, resume: str) -> Found:
     """Choose the checkpoint to resume from; called by one rank, before any is written.
 
     `auto` takes the newest that verifies, `none` sets the old ones aside, anything else is the path of a checkpoint,
-    which must verify. Leftovers of an interrupted save are removed.
+    which must verify, and sets aside what this run has beyond it. Leftovers of an interrupted save are removed.
 
     Raises:
         UserError: checkpoints exist and none can be used.
@@ -142,16 +143,39 @@ def _score(folder: Path) -> float | None:
         return None
 
 
+def check_name(run_dir: Path, folder: Path) -> None:
+    """Refuse a checkpoint of the run's own folder whose name would not tell its step, such as one set aside.
+
+    Raises:
+        UserError: says how to rename it.
+    """
+    if not _is_at_home(run_dir, folder) or _NAME.fullmatch(folder.name):
+        return
+    former = _SET_ASIDE.fullmatch(folder.name)
+    name = former[1] if former else "step-N"
+    first = f"move {name} away, " if former and folder.with_name(name).exists() else ""
+    raise UserError(
+        f"checkpoint {folder} is not named step-N, by which its own run would know it",
+        f"{first}rename it to {name} and give that; --resume auto takes the newest",
+    )
+
+
 def _explicit(run_dir: Path, folder: Path, notices: list[str]) -> Found:
+    check_name(run_dir, folder)
     problems = problems_of(folder)
     if problems:
         raise UserError(
             f"checkpoint {folder} cannot be used: {'; '.join(problems)}", "give another one, or --resume auto"
         )
-    siblings = published(run_dir) if folder.resolve().parent == checkpoints_of(run_dir).resolve() else []
-    # The run goes on from here; what it had done after this point would be taken for newer.
-    newer = [path for path in siblings if step_of(path) > step_of(folder)]
+    # The run goes on from here; what it had done after this point, or from another one, would be taken for newer.
+    if not _is_at_home(run_dir, folder):
+        return Found(folder, notices + _set_aside(run_dir))
+    newer = [path for path in published(run_dir) if step_of(path) > step_of(folder)]
     return Found(folder, notices + [_rename_aside(path) for path in newer])
+
+
+def _is_at_home(run_dir: Path, folder: Path) -> bool:
+    return checkpoints_of(run_dir).resolve() in folder.resolve().parents
 
 
 def _pointer_notices(run_dir: Path, chosen: Path) -> list[str]:

@@ -1,5 +1,6 @@
 """`export`: write a checkpoint's drafter in the format that vLLM, SGLang and transformers load.
 
+./launch.sh export --checkpoint runs/q8 --out drafters/q8                          the newest checkpoint
 ./launch.sh export --checkpoint runs/q8/checkpoints/step-1000 --out drafters/q8
 """
 
@@ -8,23 +9,46 @@ from __future__ import annotations
 import tomllib
 from pathlib import Path
 
+from launcher.checkpoint_folder import POINTER, checkpoints_of, newest_published, published
 from launcher.command_parser import CommandParser
 from launcher.errors import UserError
+
+EXPECTED = "RUN or RUN/checkpoints/step-N"
 
 
 def main(args: list[str]) -> int:
     """Verify the checkpoint, gather its weights in one process, write and re-read the export."""
     parser = CommandParser(prog="./launch.sh export", description="Write a checkpoint in the serving format.")
-    parser.add_argument("--checkpoint", type=Path, required=True, help="folder RUN/checkpoints/step-N")
+    parser.add_argument(
+        "--checkpoint", type=Path, required=True, help="folder RUN (its newest) or RUN/checkpoints/step-N"
+    )
     parser.add_argument("--out", type=Path, required=True, help="folder to write")
     flags = parser.parse_args(args)
-    config_file = flags.checkpoint.resolve().parent.parent / "config.toml"
-    if not flags.checkpoint.is_dir():
-        raise UserError(f"--checkpoint: no folder {flags.checkpoint}", "give RUN/checkpoints/step-N")
+    checkpoint = find_named(flags.checkpoint)
+    config_file = checkpoint.resolve().parent.parent / "config.toml"
     if not config_file.exists():
         raise UserError(f"--checkpoint: {config_file} is missing", "the checkpoint must lie in its run folder")
-    export_checkpoint(flags.checkpoint, tomllib.loads(config_file.read_text()), flags.out)
+    export_checkpoint(checkpoint, tomllib.loads(config_file.read_text()), flags.out)
     return 0
+
+
+def find_named(path: Path) -> Path:
+    """The checkpoint that a path names: itself, or the newest of a run, given as RUN or RUN/checkpoints/latest.
+
+    Raises:
+        UserError: there is none; lists those that are there.
+    """
+    if path.name == POINTER and path.parent.is_dir():
+        path = path.parent.parent
+    if not checkpoints_of(path).is_dir():
+        there = ", ".join(folder.name for folder in published(path.parent.parent))
+        if not path.is_dir():
+            raise UserError(f"--checkpoint: no folder {path}", f"give {f'one of {there}' if there else EXPECTED}")
+        return path
+    newest = newest_published(path)
+    if newest is None:
+        raise UserError(f"--checkpoint: no checkpoint in {checkpoints_of(path)}", f"give {EXPECTED}")
+    return newest
 
 
 def export_checkpoint(checkpoint: Path, values: dict[str, object], out: Path) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pynvml
 
-from launcher.checkpoint_folder import checkpoints_of, published, read_extra
+from launcher.checkpoint_folder import check_name, checkpoints_of, published, read_extra
 from launcher.config import Config
 from launcher.config_changes import check_resumed_config
 from launcher.errors import RetryableError, UserError
@@ -28,7 +28,7 @@ POLL_SECONDS = 1.0
 
 
 def check_checkpoint(config: Config) -> None:
-    """Refuse a run whose checkpoints are all damaged, or whose newest one is of another model.
+    """Refuse a run whose checkpoints are all damaged, or whose newest one is of another model; changes nothing.
 
     Raises:
         UserError: as `find_checkpoint` and `check_resumed_config`.
@@ -37,6 +37,8 @@ def check_checkpoint(config: Config) -> None:
     if resume == "none":
         return
     folders = published(run_dir) if resume == "auto" else [Path(resume).expanduser()]
+    for folder in folders:
+        check_name(run_dir, folder)
     problems = {folder: problems_of(folder, SMALL_BYTES) for folder in folders}
     good = [folder for folder in folders if not problems[folder]]
     if good:

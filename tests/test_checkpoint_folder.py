@@ -96,6 +96,29 @@ def test_going_back_sets_the_abandoned_future_aside(saved_run: Path, tmp_path: P
     assert [path.name for path in published(run_dir)] == ["step-2"]
 
 
+def test_going_on_from_another_folder_sets_this_ones_aside(saved_run: Path, tmp_path: Path) -> None:
+    run_dir, other = _copy(saved_run, tmp_path / "run"), _copy(saved_run, tmp_path / "other")
+    found = find_checkpoint(run_dir, str(checkpoints_of(other) / "step-2"))
+    assert found.path == checkpoints_of(other) / "step-2" and published(run_dir) == []
+    assert (run_dir / "checkpoints.old-1" / "step-4").is_dir() and len(published(other)) == 2
+    again = find_checkpoint(run_dir, str(run_dir / "checkpoints.old-1" / "step-4"))
+    assert again.path is not None, "what was set aside as a whole can be gone on from where it is"
+
+
+def test_a_checkpoint_set_aside_is_renamed_before_its_run_goes_on_from_it(saved_run: Path, tmp_path: Path) -> None:
+    run_dir = _copy(saved_run, tmp_path / "run")
+    root = checkpoints_of(run_dir)
+    find_checkpoint(run_dir, str(root / "step-2"))
+    with pytest.raises(UserError, match=r"step-4\.old-1 is not named step-N.*-> rename it to step-4 "):
+        find_checkpoint(run_dir, str(root / "step-4.old-1"))
+    shutil.copytree(root / "step-4.old-1", root / "step-4")
+    with pytest.raises(UserError, match=r"-> move step-4 away, rename it to step-4 "):
+        find_checkpoint(run_dir, str(root / "step-4.old-1"))
+    shutil.rmtree(root / "step-4")
+    (root / "step-4.old-1").rename(root / "step-4")
+    assert find_checkpoint(run_dir, str(root / "step-4")).path == root / "step-4"
+
+
 def test_files_are_private(saved_run: Path) -> None:
     folder = published(saved_run)[0]
     assert folder.stat().st_mode & 0o777 == 0o700

@@ -12,7 +12,7 @@ from launcher.cli import parse
 from launcher.config import for_device, to_toml
 from launcher.config_sections import CheckpointConfig
 from launcher.errors import UserError
-from launcher.export_command import main
+from launcher.export_command import find_named, main
 from launcher.rank import describe_models
 from models.dflash import DFlashDrafter
 from models.export import load_drafter
@@ -51,6 +51,19 @@ def test_a_damaged_checkpoint_is_refused(checkpoint: Path, tmp_path: Path) -> No
     with pytest.raises(UserError, match="cannot be used"):
         main(["--checkpoint", str(checkpoint), "--out", str(tmp_path / "drafter")])
     assert not (tmp_path / "drafter").exists()
+
+
+@pytest.mark.parametrize("given", [".", "checkpoints/latest", "checkpoints/step-3"])
+def test_a_run_stands_for_its_newest_checkpoint(given: str, checkpoint: Path) -> None:
+    assert find_named(checkpoint.parent.parent / given) == checkpoint
+
+
+def test_a_step_that_is_gone_costs_the_list_of_those_that_are_there(checkpoint: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no folder .*step-1 -> give one of step-3$"):
+        find_named(checkpoint.with_name("step-1"))
+    (tmp_path / "new/checkpoints").mkdir(parents=True)
+    with pytest.raises(UserError, match="no checkpoint in .*new/checkpoints -> give RUN"):
+        find_named(tmp_path / "new")
 
 
 @pytest.mark.parametrize("argv", [["--out", "x"], ["--checkpoint", "absent", "--out", "x"]])

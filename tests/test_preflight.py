@@ -133,6 +133,14 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
     check_checkpoint(config_of(tmp_path, layers=2, resume="none"))
 
 
+def test_a_checkpoint_set_aside_is_refused_before_any_rank_starts(tmp_path: Path) -> None:
+    folder = saved(tmp_path, 5, config_of(tmp_path))
+    aside = folder.rename(folder.with_name("step-5.old-1"))
+    with pytest.raises(UserError, match="rename it to step-5 "):
+        check_checkpoint(config_of(tmp_path, resume=str(aside)))
+    assert aside.is_dir()
+
+
 def test_a_run_without_a_usable_checkpoint_is_refused_and_a_damaged_one_passed_over(tmp_path: Path) -> None:
     older, newer = (saved(tmp_path, step, config_of(tmp_path)) for step in (5, 9))
     (newer / EXTRA).write_text("{}")
