@@ -19,6 +19,8 @@ from types import FrameType
 
 import psutil
 
+from launcher.signal_inbox import SAME_WISH_SECONDS
+
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 POLL_SECONDS = 0.05
@@ -32,7 +34,8 @@ class Torchrun:
 
     def __init__(self, command: list[str], environment: Mapping[str, str], log: Path) -> None:
         self.asked: list[signal.Signals] = []
-        """Stop signals that this process was sent, in order."""
+        """What this process was asked for by stop signals, in order; one wish may come as several signals."""
+        self._first_asked = 0.0
         self._command, self._environment, self._log = command, environment, log
         self._previous: dict[signal.Signals, object] = {}
 
@@ -63,7 +66,7 @@ class Torchrun:
     def wait(self, ended: Callable[[], bool], patience: float) -> int | None:
         """torchrun's exit code; None if it had to be given up.
 
-        A first stop signal is passed on. torchrun is given up at the second one, or when it still runs `patience`
+        A first stop wish is passed on. torchrun is given up at the second one, or when it still runs `patience`
         seconds after the first one or after the run itself has ended.
 
         Args:
@@ -90,6 +93,11 @@ class Torchrun:
             self.process.send_signal(number if number is signal.SIGINT else signal.SIGTERM)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        # GNU timeout, Slurm and a terminal with a parent of ours deliver one wish twice, within moments.
+        now = time.monotonic()
+        if self.asked and now - self._first_asked <= SAME_WISH_SECONDS:
+            return
+        self._first_asked = self._first_asked or now
         self.asked.append(signal.Signals(number))
 
 

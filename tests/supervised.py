@@ -23,7 +23,7 @@ from launcher.errors import LauncherError
 run_dir, worker, under, restarts = sys.argv[1:5]
 if under == "plain":  # the script itself stands in for torchrun, which takes seconds to start
     supervisor.torchrun_command = lambda command, ranks, worker: [sys.executable, "-u", str(worker)]
-supervisor.TORCHRUN_SECONDS = 1.0
+supervisor.TORCHRUN_SECONDS = 4.0
 runtime = {"run_dir": run_dir, "device": "cpu", "grace": 1}
 config = validate({"runtime": runtime, "target": {"model": "random:tiny"}})
 command = Command("train", ["--nproc", "2", "--flag=x"], config, nproc=2, max_restarts=int(restarts))

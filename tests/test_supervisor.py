@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from launcher.signal_inbox import SAME_WISH_SECONDS
 from tests.supervised import DRIVER, ROOT, Run
 
 
@@ -82,6 +83,17 @@ def test_a_stop_signal_is_passed_on_once(run: Callable[..., Run], sent: signal.S
     assert started.status["step"] == 4
 
 
+def test_one_wish_that_comes_twice_stops_in_good_order(run: Callable[..., Run]) -> None:
+    """GNU timeout signals its child and then the group of both; Slurm signals every process of a job."""
+    started = run(STOPPABLE.replace("    end(", "    time.sleep(0.5)\n    end("))
+    started.wait_for("up")
+    for _ in range(2):
+        started.process.send_signal(signal.SIGTERM)
+        time.sleep(0.1)
+    assert started.end()[0] == 143
+    assert started.status["step"] == 4, "it had the time to save"
+
+
 STUBBORN = """
 deaf = "[signal.signal(n, signal.SIG_IGN) for n in (signal.SIGINT, signal.SIGTERM)]\\n"
 exec(deaf)
@@ -96,7 +108,7 @@ def test_a_second_signal_kills_everything_at_once(run: Callable[..., Run]) -> No
     started = run(STUBBORN)
     started.wait_for("up")
     started.process.send_signal(signal.SIGINT)
-    time.sleep(0.3)
+    time.sleep(SAME_WISH_SECONDS + 0.5)
     sent = time.monotonic()
     started.process.send_signal(signal.SIGINT)
     assert started.end()[0] == 130
