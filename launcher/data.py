@@ -80,7 +80,7 @@ def prepare_rows(data: DataConfig, tokenizer: PreTrainedTokenizerBase, cache_roo
 def eval_prompts(data: DataConfig, tokenizer: PreTrainedTokenizerBase, num_prompts: int) -> list[list[int]]:
     """Token ids of held-out prompts, ready for the assistant's answer; fewer than asked for if there are no more.
 
-    They come from `data.eval_path`, or are the chats of `data.path` that `prepare_rows` leaves out.
+    They come from `data.eval_path`, or are the chats of `data.path` that `prepare_rows` leaves out; evenly spread.
 
     Raises:
         UserError: as for `prepare_rows`.
@@ -88,10 +88,11 @@ def eval_prompts(data: DataConfig, tokenizer: PreTrainedTokenizerBase, num_promp
     renderer = ChatRenderer(tokenizer)
     if data.eval_path is None:
         source = ChatSource(data.path, "data.path", data.max_chats)
-        chosen = frozenset(sorted(_held_out_of(data, source))[:num_prompts])
+        held = sorted(_held_out_of(data, source))
     else:
-        source = ChatSource(data.eval_path, "data.eval_path", num_prompts)
-        chosen = frozenset(range(num_prompts))
+        source = ChatSource(data.eval_path, "data.eval_path")
+        held = range(source.count())
+    chosen = {held[place] for place in spread(len(held), min(num_prompts, len(held)))}
     prompts, problems = [], []
     for index, (where, content) in enumerate(source.records()):
         try:
@@ -109,9 +110,9 @@ def row_order(num_rows: int, seed: int, micro_batch: int) -> int:
     return int(_permutation(num_rows, seed, epoch)[place])
 
 
-def held_out(num_chats: int, holdout: int) -> frozenset[int]:
-    """Indices of the chats kept for evaluation: evenly spread, as files are often sorted."""
-    return frozenset((2 * i + 1) * num_chats // (2 * holdout) for i in range(holdout))
+def spread(num_chats: int, wanted: int) -> frozenset[int]:
+    """Indices of `wanted` chats, evenly spread, as files are often sorted: the chats kept for evaluation, or some."""
+    return frozenset((2 * i + 1) * num_chats // (2 * wanted) for i in range(wanted))
 
 
 @functools.lru_cache(maxsize=4)
@@ -129,7 +130,7 @@ def _held_out_of(data: DataConfig, source: ChatSource) -> frozenset[int]:
             f"data.path: {source.name} has {num_chats} chats, and data.holdout keeps {data.holdout} for evaluation",
             "lower data.holdout or add chats",
         )
-    return held_out(num_chats, data.holdout)
+    return spread(num_chats, data.holdout)
 
 
 def _digest(data: DataConfig, source: ChatSource, tokenizer: Any) -> str:

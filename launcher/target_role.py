@@ -31,7 +31,7 @@ def run_target(rank: Rank, drafter_turns: OrderedTurns, target_turns: OrderedTur
     with rank.lifecycle.phase("load", runtime.load_timeout):
         models = describe_models(config)
         rows = open_rows(rank, models)
-        prompts = eval_prompts(config.data, models.tokenizer, config.eval.prompts) if config.eval.prompts else []
+        prompts = held_out_prompts(rank, models)
         team = TargetTeam(rank)
         target = load_target(rank, models, team)
     producer = RowProducer(rank, models, rows, target, team)
@@ -62,6 +62,17 @@ def open_rows(rank: Rank, models: Models) -> PackedRows:
     rows = prepare_rows(rank.config.data, models.tokenizer, user_cache())
     rank.control.set(key, len(rows))
     return rows
+
+
+def held_out_prompts(rank: Rank, models: Models) -> list[list[int]]:
+    """Token ids of the prompts to decode in evaluations, with a notice where there are fewer than asked for."""
+    data, wanted = rank.config.data, rank.config.eval.prompts
+    prompts = eval_prompts(data, models.tokenizer, wanted) if wanted else []
+    if len(prompts) < wanted:
+        source = "data.holdout" if data.eval_path is None else "data.eval_path"
+        line = f"eval.prompts asks for {wanted} held-out prompts, {source} gives {len(prompts)}"
+        rank.journal.announce(line, every_rank=rank.leads_node)
+    return prompts
 
 
 class RowProducer:

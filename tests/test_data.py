@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 from collections import Counter
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -13,9 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from launcher.chats import parse_chat
-from launcher.config_sections import DataConfig
-from launcher.data import eval_prompts, held_out, prepare_rows, row_order
+from launcher.cli import parse
+from launcher.config_sections import PRESETS, DataConfig
+from launcher.data import eval_prompts, prepare_rows, row_order, spread
 from launcher.errors import UserError
+from launcher.target_role import held_out_prompts
 from tests.small_tokenizer import MARKED, TRIMMED, small_tokenizer
 
 
@@ -157,10 +160,39 @@ def test_eval_path_leaves_all_chats_to_training(tmp_path: Path) -> None:
     data = options(write_chats(tmp_path / "chats.jsonl"), eval_path=str(prompts))
     tokenizer = small_tokenizer()
     assert prepare_rows(data, tokenizer, tmp_path / "cache").stats.chats == 40
-    texts = [tokenizer.decode(ids) for ids in eval_prompts(data, tokenizer, 2)]
-    assert ["One?" in texts[0], "Two?" in texts[1], len(texts)] == [True, True, 2]
+    (text,) = (tokenizer.decode(ids) for ids in eval_prompts(data, tokenizer, 1))
+    assert "Two?" in text
     with pytest.raises(UserError, match="prompts.jsonl:3: not valid JSON"):
-        eval_prompts(data, tokenizer, 3)
+        eval_prompts(data, tokenizer, 9)
+    prompts.write_text("")
+    assert eval_prompts(data, tokenizer, 9) == []
+
+
+@pytest.mark.parametrize("from_file", [True, False])
+def test_prompts_are_spread_over_all_held_out_chats(from_file: bool, tmp_path: Path) -> None:
+    file = write_chats(tmp_path / "chats.jsonl")
+    data = options(file, eval_path=str(file)) if from_file else options(file, holdout=20)
+    tokenizer = small_tokenizer()
+    texts = [tokenizer.decode(ids) for ids in eval_prompts(data, tokenizer, 4)]
+    asked = [int(text.split("Q")[1].split("<")[0]) for text in texts]
+    assert [number // 10 for number in asked] == [0, 1, 2, 3], "one of each quarter of the file"
+
+
+@pytest.mark.parametrize(("wanted", "said"), [(4, 0), (5, 1)])
+def test_fewer_prompts_than_asked_for_are_said_once_a_node(wanted: int, said: int, tmp_path: Path) -> None:
+    data, console = options(write_chats(tmp_path / "chats.jsonl")), []
+    config = SimpleNamespace(data=data, eval=SimpleNamespace(prompts=wanted))
+    journal = SimpleNamespace(announce=lambda line, every_rank: console.extend([line] * every_rank))
+    for leads in (True, False):
+        rank = SimpleNamespace(config=config, journal=journal, leads_node=leads)
+        assert len(held_out_prompts(cast(Any, rank), cast(Any, SimpleNamespace(tokenizer=small_tokenizer())))) == 4
+    assert console == ["eval.prompts asks for 5 held-out prompts, data.holdout gives 4"] * said
+
+
+@pytest.mark.parametrize("preset", sorted(path.stem for path in PRESETS.glob("*.toml")))
+def test_presets_hold_out_as_many_chats_as_they_decode(preset: str) -> None:
+    config = parse([f"--preset={preset}"]).config
+    assert config.eval.prompts <= config.data.holdout
 
 
 def test_row_order_is_a_permutation_per_epoch_and_stateless() -> None:
@@ -176,5 +208,5 @@ def test_row_order_is_a_permutation_per_epoch_and_stateless() -> None:
 @given(num_chats=st.integers(1, 500), share=st.floats(0, 1))
 def test_held_out_chats_are_as_many_as_asked_for(num_chats: int, share: float) -> None:
     holdout = int(share * num_chats)
-    chosen = held_out(num_chats, holdout)
+    chosen = spread(num_chats, holdout)
     assert len(chosen) == holdout and all(0 <= index < num_chats for index in chosen)
