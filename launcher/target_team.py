@@ -26,6 +26,9 @@ class TargetTeam:
     def __init__(self, rank: Rank) -> None:
         self._rank, self._size = rank, rank.topology.split.target_tp
         self._key = f"team/{rank.role.index}"
+        # Decisions are numbered alike on all ranks. The leader tells the number of its last one and all that it
+        # refused: one key, never waited for, yet nobody misses a decision however far behind. With said = 7 and
+        # refused = [5], a follower that asks for number 3 hears yes, for 5 no, and for 8 waits.
         self._said = self._met = 0
         self._refused: list[int] = []
 
