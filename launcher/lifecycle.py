@@ -52,6 +52,7 @@ class Lifecycle:
         self._limits = Limits(runtime.heartbeat_timeout, runtime.grace)
         # Outside all phases there is no deadline of its own: a peer that waits for this rank has one.
         self._state = RankState([Phase("start", time.monotonic(), math.inf, False)])
+        self._stops_are_agreed = False
         self._watchdog: Watchdog | None = None
         self._farewell = Farewell(control, role, world_size, run_dir, log_path, self._state, runtime.memory_snapshot)
 
@@ -126,6 +127,15 @@ class Lifecycle:
                 self._state.phases[0].name = f"after {name}"
         self._tell_phase()
 
+    @contextlib.contextmanager
+    def agreed_stops(self) -> Generator[None]:
+        """A stretch that a rank must not leave alone: its waits lie in phases that defer the stop to an agreement."""
+        self._stops_are_agreed = True
+        try:
+            yield
+        finally:
+            self._stops_are_agreed = False
+
     def check(self) -> None:
         """Raise if the run is ending; local and cheap, for loops.
 
@@ -135,7 +145,7 @@ class Lifecycle:
         """
         if (failure := self._state.failure) is not None:
             raise PeerFailed(str(failure))
-        if self._state.stop is not None and not any(phase.defer_stop for phase in self._state.phases):
+        if self._state.stop is not None and not self._defers_stop:
             raise StopRequested(self._state.stop)
 
     def wait_until(self, ready: Callable[[], bool], what: str, timeout: float, interval: float = 0.002) -> None:
@@ -147,6 +157,9 @@ class Lifecycle:
             DeadlineError: `timeout` seconds passed; the message names `what`.
             PeerFailed, StopRequested: as `check`.
         """
+        assert self._defers_stop or not self._stops_are_agreed, (
+            f"a stop would end the wait for {what} on some ranks only"
+        )
         deadline = time.monotonic() + timeout
         outer, self._state.waiting_for = self._state.waiting_for, what
         try:
@@ -165,6 +178,10 @@ class Lifecycle:
         if self._watchdog is not None:
             error.verdict = self._watchdog.judge(error, self.control)
         return error
+
+    @property
+    def _defers_stop(self) -> bool:
+        return any(phase.defer_stop for phase in self._state.phases)
 
     # Ways to leave
 

@@ -60,23 +60,24 @@ class Training:
         self.acceptance: dict[int, Acceptance] = {}
 
     def run(self) -> str:
+        """Train to the last step, a stop that all drafters agree on, or a better split; the line that sums it up."""
+        with self.rank.lifecycle.agreed_stops():
+            return self._run()
+
+    def _run(self) -> str:
         schedule, config = self.schedule, self.config
         evaluations = evaluation_steps(config.eval, schedule)
+        with self.rank.lifecycle.phase("load", config.runtime.load_timeout, defer_stop=True):
+            stop = self._vote_stop()  # targets that were asked to stop meanwhile have left, and will send no row
+        self._end_if_asked(stop, schedule.start_step)
         self._evaluate(schedule.start_step, evaluations)
         for step in range(schedule.start_step, schedule.last_step):
-            self.rank.lifecycle.step = step
-            limit = config.runtime.step_timeout * (3 if step == schedule.start_step else 1)
-            with self.rank.lifecycle.phase("step", limit, defer_stop=True):
-                self._train(step)
-                stop = self._vote_stop()
-            done = step + 1
+            stop, done = self._take_step(step), step + 1
             self.rank.lifecycle.step = done
             self.checkpointer.poll()
             if stop or is_due(done, config.checkpoint.every, schedule.last_step):
                 self._save(done, required=bool(stop) or done == schedule.last_step)
-            if stop:
-                self.rank.control.set("ended", done)
-                raise StopRequested(ExitCode(stop))
+            self._end_if_asked(stop, done)
             if (better := self.calibration.better_split(schedule.last_step - done)) is not None:
                 return self._start_again(done, better)
             self._evaluate(done, evaluations)
@@ -84,10 +85,24 @@ class Training:
         self.metrics.close()
         return self._summary()
 
+    def _take_step(self, step: int) -> int:
+        """Train on one step's rows; the exit code of a stop that was agreed on meanwhile, 0 to go on."""
+        self.rank.lifecycle.step = step
+        limit = self.config.runtime.step_timeout * (3 if step == self.schedule.start_step else 1)
+        with self.rank.lifecycle.phase("step", limit, defer_stop=True):
+            self._train(step)
+            return self._vote_stop()
+
+    def _end_if_asked(self, stop: int, done: int) -> None:
+        if stop:
+            self.rank.control.set("ended", done)
+            raise StopRequested(ExitCode(stop))
+
     def _start_again(self, done: int, split: Split) -> str:
         """Leave what was trained to an attempt with a better split."""
         self._save(done, required=True)
-        self.receiver.drain(self.config.runtime.step_timeout)
+        with self.rank.lifecycle.phase("step", self.config.runtime.step_timeout, defer_stop=True):
+            self.receiver.drain(self.config.runtime.step_timeout)
         self.calibration.ask(split)
         self.rank.control.set("ended", done)
         self.metrics.close()
@@ -195,6 +210,7 @@ class Training:
         if acceptance is None:
             return
         self.acceptance[done] = acceptance
-        self.checkpointer.rate(done, acceptance.length)
+        with self.rank.lifecycle.phase("save", self.config.runtime.save_timeout, defer_stop=True):
+            self.checkpointer.rate(done, acceptance.length)
         self.metrics.write(done, {"eval_acceptance_length": acceptance.length, "eval_prompts": acceptance.prompts})
         self.rank.journal.announce(f"acceptance length {acceptance} after {done} steps")
