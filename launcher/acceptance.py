@@ -16,6 +16,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from launcher.config_sections import EvalConfig
+from launcher.exports import export_folder, rate_export
 from launcher.rank import Models, Rank, user_input
 from launcher.schedule import Schedule, is_due
 from launcher.target_team import TargetTeam
@@ -51,16 +52,12 @@ def evaluation_steps(config: EvalConfig, schedule: Schedule) -> set[int]:
     return first | {step for step in range(schedule.start_step + 1, last + 1) if is_due(step, config.every, last)}
 
 
-def export_folder(rank: Rank, step: int) -> Path:
-    return rank.config.runtime.run_dir / "export" / f"step-{step}"
-
-
 def request_evaluation(rank: Rank, step: int, drafter_step: DrafterStep) -> Acceptance | None:
     """Drafters: export the weights, wait for the targets' results. None when a stop was asked for meanwhile."""
     timeout = rank.config.runtime.eval_timeout
     weights = full_weights(drafter_step)
     if rank.leads_drafters:
-        folder = export_folder(rank, step)
+        folder = export_folder(rank.config.runtime.run_dir, step)
         shutil.rmtree(folder, ignore_errors=True)
         export_drafter(weights, drafter_step.drafter.config, folder)
         rank.control.set(f"eval/{step}", str(folder))
@@ -75,7 +72,10 @@ def request_evaluation(rank: Rank, step: int, drafter_step: DrafterStep) -> Acce
         return None
     prompts = [prompt for key in keys for prompt in rank.control.get(key)]
     accepted = [gained for prompt in prompts for gained in prompt]
-    return Acceptance(sum(accepted) / max(1, len(accepted)), len(accepted), sum(accepted), len(prompts))
+    acceptance = Acceptance(sum(accepted) / max(1, len(accepted)), len(accepted), sum(accepted), len(prompts))
+    if rank.leads_drafters:
+        rate_export(rank.config.runtime.run_dir, step, acceptance.length)
+    return acceptance
 
 
 def answer_evaluation(rank: Rank, step: int, models: Models, prompts: list[list[int]], team: TargetTeam) -> None:
