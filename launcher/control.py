@@ -1,16 +1,20 @@
 """The control plane: a small JSON key-value layer over torch's TCPStore, apart from the tensors' process groups.
 
-torchrun's agent hosts the store, so it outlives any rank. Nothing here blocks: readers poll, bounded by their caller.
+torchrun's agent hosts the store, so it outlives any rank. Readers poll, bounded by their caller; once a rank has its
+Lifecycle, with that one's `wait_until`.
 """
 
 from __future__ import annotations
 
 import json
+import time
 import uuid
 from datetime import timedelta
 from typing import Any
 
 from torch.distributed import PrefixStore, TCPStore
+
+from launcher.errors import RetryableError
 
 
 class Control:
@@ -40,6 +44,19 @@ class Control:
     def has(self, *keys: str) -> bool:
         """Whether all the keys are set."""
         return self._store.check(list(keys))
+
+    def wait(self, key: str, what: str, timeout: float) -> Any:
+        """The value of a key, for ranks that have no Lifecycle yet.
+
+        Raises:
+            RetryableError: nobody set it within `timeout` seconds; names `what` was awaited.
+        """
+        deadline = time.monotonic() + timeout
+        while not self.has(key):
+            if time.monotonic() > deadline:
+                raise RetryableError(f"waited {timeout:.0f} s for {what}", "see its message")
+            time.sleep(0.02)
+        return self.get(key)
 
     def add(self, key: str, amount: int = 1) -> int:
         """Add to a counter and return its new value; a counter is read with `add(key, 0)`."""

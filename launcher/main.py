@@ -30,11 +30,11 @@ from launcher.errors import LauncherError  # noqa: E402
 def main(argv: list[str]) -> int:
     """Read the command line; then be one rank, the parent of all ranks, or a command."""
     is_rank = "RANK" in os.environ
-    speaks = os.environ.get("LOCAL_RANK", "0") == "0"
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     try:
         command = parse(argv)
         if command.print_config:
-            print(to_toml(command.config) if speaks else "", end="")
+            print("" if local_rank else to_toml(command.config), end="")
             return 0
         if is_rank:
             from launcher.worker import run_rank
@@ -50,7 +50,7 @@ def main(argv: list[str]) -> int:
     except LauncherError as error:
         from launcher.refusal import refuse
 
-        refuse(error, speaks)
+        refuse(error, local_rank)
 
 
 if __name__ == "__main__":

@@ -10,14 +10,13 @@ from __future__ import annotations
 import json
 import logging
 import os
-import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from launcher.balance import Rates, best_split, explain_choice
 from launcher.config import Config
-from launcher.errors import RetryableError, UserError
+from launcher.errors import UserError
 from launcher.plan_model import Exchange, drafter_seconds, target_seconds
 from launcher.plan_shapes import run_shape
 from launcher.topology import Split, default_split, resolve_split
@@ -87,12 +86,7 @@ def agree_on_split(choice: Choice, control: Control, rank: int, node: int, timeo
     mine = asdict(choice)
     if rank == 0:
         control.set("split", mine)
-    deadline = time.monotonic() + timeout
-    while not control.has("split"):
-        if time.monotonic() > deadline:
-            raise RetryableError(f"waited {timeout:.0f} s for the first rank to choose a split", "see its message")
-        time.sleep(0.02)
-    first = control.get("split")
+    first = control.wait("split", "the first rank to choose a split", timeout)
     agreed = Choice(Split(**first.pop("split")), **first)
     if not choice.why and choice.split != agreed.split:
         raise UserError(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import time
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -62,7 +61,7 @@ def run_rank(command: Command) -> NoReturn:
         except LauncherError as error:
             if env.nodes > 1 and env.local_rank == 0:
                 tell_other_nodes(env, error)
-            refuse(error, speaks=env.local_rank == 0)
+            refuse(error, env.local_rank)
         play(stack, start, control, attempt_dir)
 
 
@@ -106,10 +105,8 @@ def find_attempt(stack: ExitStack, start: Start, control: Control) -> Path:
             control.set(key, None)
             raise
         control.set(key, {"folder": str(folder), "notices": [*start.notices, *changes]})
-    deadline = time.monotonic() + start.command.config.runtime.init_timeout
-    while not control.has(key) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    attempt = control.get(key)
+    what = f"the first rank of node {start.env.node} to open the run folder"
+    attempt = control.wait(key, what, start.command.config.runtime.init_timeout)
     if attempt is None:
         raise LauncherError("the first rank did not open the run folder", "see its message")
     return Path(attempt["folder"])
