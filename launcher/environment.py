@@ -65,7 +65,7 @@ def check_lock(config_file: Path | None, current: Fingerprint) -> None:
     Raises:
         UserError: lists the fields that differ.
     """
-    lock = config_file.parent / LOCK_NAME if config_file else None
+    lock = config_file.expanduser().parent / LOCK_NAME if config_file else None
     if lock is None or not lock.exists():
         return
     changes = [change for change in diff(read_fingerprint(lock), current) if change.field not in NOT_LOCKED]
@@ -74,6 +74,17 @@ def check_lock(config_file: Path | None, current: Fingerprint) -> None:
             f"{lock} pins another environment:\n{_lines(changes)}",
             f"restore it, or pin this one with ./launch.sh fingerprint --lock {config_file}",
         )
+
+
+def copy_lock(config_file: Path | None, run_dir: Path) -> None:
+    """Put the lock beside a config file, or its absence, beside the run's own config.toml as well."""
+    source = config_file.expanduser().parent / LOCK_NAME if config_file else None
+    kept, temporary = run_dir / LOCK_NAME, run_dir / f".{LOCK_NAME}.tmp"
+    if source is None or not source.exists():
+        kept.unlink(missing_ok=True)
+    elif source.resolve() != kept.resolve():
+        temporary.write_bytes(source.read_bytes())
+        temporary.replace(kept)
 
 
 def read_fingerprint(path: Path) -> Fingerprint:

@@ -1,4 +1,4 @@
-"""The folder of a run: its lock, its numbered attempts, and the config it was started with. No torch."""
+"""The folder of a run: its lock, its numbered attempts, and the config that it goes on with. No torch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import IO
 
 from launcher.config import Config, to_toml
-from launcher.errors import UserError
+from launcher.environment import copy_lock
+from launcher.errors import RetryableError, UserError
+from launcher.status import CONFIG_NAME
 
 # launch.sh sets it; under a bare torchrun the first rank of each node chooses.
 ATTEMPT_VARIABLE = "LAUNCHER_ATTEMPT_DIR"
@@ -49,15 +51,47 @@ def make_run_dir(run_dir: Path) -> None:
 
 
 def open_attempt(run_dir: Path, config: Config) -> Path:
-    """Make the folder of the next attempt, point `logs` at it, and record the config."""
+    """Make the folder of the next attempt, point `logs` at it, and record the config there.
+
+    Raises:
+        RetryableError: the disk does not take it.
+    """
     attempts = run_dir / "attempts"
-    attempts.mkdir(exist_ok=True)
-    numbers = [int(path.name) for path in attempts.iterdir() if path.name.isdigit()]
-    folder = attempts / str(max(numbers, default=0) + 1)
-    folder.mkdir()
-    link = run_dir / "logs"
-    link.unlink(missing_ok=True)
-    link.symlink_to(folder.relative_to(run_dir))
-    for place in (folder, run_dir):
-        (place / "config.toml").write_text(to_toml(config))
+    try:
+        attempts.mkdir(exist_ok=True)
+        numbers = [int(path.name) for path in attempts.iterdir() if path.name.isdigit()]
+        folder = attempts / str(max(numbers, default=0) + 1)
+        folder.mkdir()
+        link = run_dir / "logs"
+        link.unlink(missing_ok=True)
+        link.symlink_to(folder.relative_to(run_dir))
+        (folder / CONFIG_NAME).write_text(to_toml(config))
+    except OSError as error:
+        raise _disk_error(run_dir, error) from None
     return folder
+
+
+def keep_config(run_dir: Path, config: Config, config_file: Path | None) -> None:
+    """Record what goes on with this run from its folder: the config, and the lock beside the file that it came from.
+
+    For starts that have passed their checks. A dry run is no part of the run: it changes no config that is there.
+
+    Raises:
+        RetryableError: the disk does not take it; the former config stays.
+    """
+    kept = run_dir / CONFIG_NAME
+    if config.dry_run and kept.exists():
+        return
+    temporary = kept.with_name(f".{CONFIG_NAME}.tmp")
+    try:
+        temporary.write_text(to_toml(config.model_copy(update={"dry_run": False})))
+        copy_lock(config_file, run_dir)
+        temporary.replace(kept)
+    except OSError as error:
+        raise _disk_error(run_dir, error) from None
+
+
+def _disk_error(run_dir: Path, error: OSError) -> RetryableError:
+    return RetryableError(
+        f"cannot write to {run_dir}: {error.strerror}", "make room there, or choose another --run-dir"
+    )

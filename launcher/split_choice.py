@@ -115,8 +115,10 @@ def save_rates(folder: Path, config: Config, rates: Rates) -> None:
 
 
 def ask_for_another_start(attempt: Path, split: Split) -> None:
-    """Leave word for launch.sh to start the run again with this split."""
-    (attempt / AGAIN_FILE).write_text(json.dumps(asdict(split)))
+    """Leave word for launch.sh to start the run again with this split; whole or not at all."""
+    temporary = attempt / f".{AGAIN_FILE}.tmp"
+    temporary.write_text(json.dumps(asdict(split)))
+    temporary.replace(attempt / AGAIN_FILE)
 
 
 def flags_of_another_start(attempt: Path) -> list[str]:

@@ -7,6 +7,7 @@ import os
 import shlex
 import tempfile
 import time
+import tomllib
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import IO, Literal
@@ -15,8 +16,11 @@ from rich.console import Console
 from rich.panel import Panel
 from rich.text import Text
 
+from launcher.checkpoint_folder import newest_published
+from launcher.started_as import STARTED_AS, short_path
+
 State = Literal["running", "finished", "stopped", "failed"]
-FILE_NAME = "status.json"
+FILE_NAME, CONFIG_NAME = "status.json", "config.toml"
 BOX_WIDTH = 110
 
 
@@ -42,8 +46,19 @@ class Status:
 
 
 def resume_command(run_dir: Path) -> str:
-    """The command that goes on with the run of this folder."""
-    return f"./launch.sh --config {shlex.quote(_short(str(run_dir / 'config.toml')))} --resume auto"
+    """The command that goes on with the run of this folder, started as this start was."""
+    config = short_path(run_dir / CONFIG_NAME)
+    started = os.environ.get(STARTED_AS, "./launch.sh")
+    return f"{started} {shlex.join(['--config', config, '--resume', _resume_from(run_dir)])}"
+
+
+def _resume_from(run_dir: Path) -> str:
+    """`auto`; as long as the run has no checkpoint of its own, the one that it was told to begin with."""
+    try:
+        told = tomllib.loads((run_dir / CONFIG_NAME).read_text())["runtime"]["resume"]
+    except (OSError, ValueError, KeyError):
+        return "auto"
+    return "auto" if told == "none" or newest_published(run_dir) is not None else str(told)
 
 
 def write_status(run_dir: Path, status: Status) -> Path:
@@ -111,22 +126,17 @@ def _rows(status: Status) -> list[tuple[str, str | None]]:
     return [
         ("what", status.reason or None),
         ("where", ", ".join(part for part in where if part) or None),
-        ("log", status.log and _short(status.log)),
+        ("log", status.log and short_path(status.log)),
         ("traces", _traces(status)),
-        ("checkpoint", checkpoint and _short(checkpoint)),
+        ("checkpoint", checkpoint and short_path(checkpoint)),
     ]
 
 
 def _traces(status: Status) -> str | None:
     """Where the flight recorder and the allocator left something, if they did."""
     folder = None if status.log is None else Path(status.log).parent / "traces"
-    return _short(str(folder)) if folder is not None and any(folder.glob("*")) else None
+    return short_path(folder) if folder is not None and any(folder.glob("*")) else None
 
 
 def _next_word(status: Status) -> str:
     return "to resume" if status.resumable else "to try again"
-
-
-def _short(path: str) -> str:
-    """A path as one would type it here."""
-    return path.removeprefix(f"{Path.cwd()}{os.sep}")

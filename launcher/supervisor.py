@@ -11,8 +11,10 @@ import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from launcher.checkpoint_folder import newest_published
 from launcher.cli import Command, parse
 from launcher.compile_cache import private_folder
 from launcher.config import Config
@@ -22,13 +24,14 @@ from launcher.errors import ExitCode
 from launcher.fallback_status import fallback_status, own_lines
 from launcher.fingerprint import collect
 from launcher.gpus import gpu_uuids
-from launcher.outcome import SUPERVISED
+from launcher.outcome import SUPERVISED, record
 from launcher.preflight import check_checkpoint, wait_for_gpus
 from launcher.roll_call import roll_call
-from launcher.run_folder import ATTEMPT_VARIABLE, lock_run, open_attempt
+from launcher.run_folder import ATTEMPT_VARIABLE, keep_config, lock_run, open_attempt
 from launcher.runtime import RankEnv, choose_device
 from launcher.split_choice import flags_of_another_start
-from launcher.status import FILE_NAME, Status, final_box, read_status, write_status
+from launcher.started_as import STARTED_AS, as_launched
+from launcher.status import FILE_NAME, Status, final_box, read_status
 from launcher.topology import resolve_split
 from launcher.torchrun import Torchrun
 
@@ -39,6 +42,14 @@ CPU_RANKS = 8
 FUTILE_ATTEMPTS = 3
 # What torchrun takes to end its workers and itself, beyond the time that the ranks have.
 TORCHRUN_SECONDS = 30.0
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How an attempt ended, and whether its user wants no other one."""
+
+    status: Status
+    stop_asked: bool = False
 
 
 def supervise(command: Command, worker: Path = MAIN) -> int:
@@ -54,6 +65,7 @@ def supervise(command: Command, worker: Path = MAIN) -> int:
         RollCallError: of several nodes another one cannot start, or does not call.
     """
     config, run_dir = command.config, command.config.runtime.run_dir
+    os.environ[STARTED_AS] = as_launched(command)  # for the ranks, and for this process
     with ExitStack() as held:
         with roll_call(command, say) as ready:
             gpus = gpu_uuids(config.runtime.device)
@@ -65,21 +77,46 @@ def supervise(command: Command, worker: Path = MAIN) -> int:
             check_environment(run_dir, fingerprint, command.strict_environment, command.config_file)
             wait_for_gpus(own_gpus(config, gpus, ranks), config.runtime.gpu_wait, say)
             ready(ranks, config.runtime.device != "cpu" and bool(gpus), fingerprint)
-        status = run_attempts(command, ranks, worker)
-        while flags := flags_of_another_start(run_dir / "logs"):
-            status = run_attempts(parse([*command.args, *flags]), ranks, worker)
-    return ExitCode.UNCLASSIFIED if status.code is None else status.code
+        ended = run_attempts(command, ranks, worker)
+        while wants_another_start(ended.status, run_dir / "logs"):
+            flags = flags_of_another_start(run_dir / "logs")
+            ended = run_attempts(parse([*command.args, *flags]), ranks, worker)
+    return ExitCode.UNCLASSIFIED if ended.status.code is None else ended.status.code
 
 
-def run_attempts(command: Command, ranks: int, worker: Path) -> Status:
-    """One attempt, and as many more as a failure allows; the last one's status."""
-    ended: list[Status] = []
-    gpus = own_gpus(command.config, gpu_uuids(command.config.runtime.device), ranks)
-    patience = command.config.runtime.gpu_wait
+def run_attempts(command: Command, ranks: int, worker: Path) -> Ended:
+    """One attempt, and as many more as a failure allows; how the last one ended."""
+    ended: list[Ended] = []
+    runtime = command.config.runtime
+    gpus = own_gpus(command.config, gpu_uuids(runtime.device), ranks)
+    before = newest_checkpoint(command.config)
     while not ended or may_restart(ended, command.max_restarts):
-        wait_for_gpus(gpus, patience, say)  # ranks of the last attempt may still be on their way out
+        wait_for_gpus(gpus, runtime.gpu_wait, say)  # ranks of the last attempt may still be on their way out
         ended.append(run_attempt(command, ranks, worker, restarts=len(ended)))
+        command = going_on(command, before)
     return ended[-1]
+
+
+def newest_checkpoint(config: Config) -> tuple[Path, int] | None:
+    """The run's newest checkpoint and its inode: steps of another beginning may have the same names."""
+    newest = newest_published(config.runtime.run_dir)
+    return None if newest is None else (newest, newest.stat().st_ino)
+
+
+def going_on(command: Command, before: tuple[Path, int] | None) -> Command:
+    """The command of the next attempt: wherever the run was told to begin, it does so once.
+
+    Args:
+        before: the newest checkpoint that was there before the first attempt.
+    """
+    if command.config.runtime.resume == "auto" or newest_checkpoint(command.config) in {None, before}:
+        return command
+    return parse([*command.args, "--resume=auto"])
+
+
+def wants_another_start(status: Status, attempt: Path) -> bool:
+    """Whether an attempt ended only because its ranks know a better split."""
+    return status.state == "finished" and bool(flags_of_another_start(attempt))
 
 
 def own_gpus(config: Config, gpus: list[str], ranks: int) -> list[str]:
@@ -87,16 +124,30 @@ def own_gpus(config: Config, gpus: list[str], ranks: int) -> list[str]:
     return [] if config.runtime.device == "cpu" or config.runtime.share_gpus else gpus[:ranks]
 
 
-def run_attempt(command: Command, ranks: int, worker: Path, restarts: int) -> Status:
-    """One torchrun, from a new attempt folder to the status it ended with."""
+def run_attempt(command: Command, ranks: int, worker: Path, restarts: int) -> Ended:
+    """One attempt, from its new folder to the status it ended with."""
     config, run_dir = command.config, command.config.runtime.run_dir
-    attempt = open_attempt(run_dir, config)
+    attempt, former = open_attempt(run_dir, config), reported_end(run_dir)
+    keep_config(run_dir, config, command.config_file)
     (run_dir / FILE_NAME).unlink(missing_ok=True)
-    log = attempt / "torchrun.log"
     tee = Tee(attempt / "console.log")
     tee.say(f"[launch] attempt {attempt.name}: {ranks} ranks" + f", restart {restarts}" * bool(restarts))
     environment = rank_environment(os.environ, attempt, restarts, config.runtime.grace, sys.stdout.isatty())
-    with Torchrun(torchrun_command(command, ranks, worker), environment, log) as torchrun:
+    ended = run_torchrun(torchrun_command(command, ranks, worker), environment, config, attempt, tee)
+    if ended.status.state in {"failed", "stopped"}:
+        tee.say(final_box(ended.status, sys.stdout if sys.stdout.isatty() else None).rstrip())
+    tee.close()
+    record(ended.status, attempt)
+    if config.dry_run and former is not None:  # it trained nothing: the run stands where it stood
+        record(former, run_dir)
+    shutil.rmtree(private_folder(str(attempt)), ignore_errors=True)
+    return ended
+
+
+def run_torchrun(words: list[str], environment: Mapping[str, str], config: Config, attempt: Path, tee: Tee) -> Ended:
+    """torchrun from its start to its end, or to that of our patience."""
+    run_dir, log = config.runtime.run_dir, attempt / "torchrun.log"
+    with Torchrun(words, environment, log) as torchrun:
         assert torchrun.process.stdout is not None, "it was asked for as a pipe"
         copying = tee.follow(torchrun.process.stdout)
         patience = config.runtime.grace + TORCHRUN_SECONDS
@@ -105,16 +156,18 @@ def run_attempt(command: Command, ranks: int, worker: Path, restarts: int) -> St
     copying.join(timeout=2.0)
     if code is not None:  # else the ranks were killed, and what they saw of that in each other is not the cause
         status = status or reported_end(run_dir)
-    if status is None:
-        status = fallback_status(code, torchrun.asked, log, run_dir)
-        write_status(run_dir, status)
+    asked = bool(torchrun.asked)
+    if status is None or (asked and wants_another_start(status, attempt)):
+        status = record_fallback(fallback_status(code, torchrun.asked, log, run_dir), run_dir)
         if status.state == "failed":
             tee.say("\n".join(own_lines(log)))
-    if status.state in {"failed", "stopped"}:
-        tee.say(final_box(status, sys.stdout if sys.stdout.isatty() else None).rstrip())
-    tee.close()
-    shutil.copyfile(run_dir / FILE_NAME, attempt / FILE_NAME)
-    shutil.rmtree(private_folder(str(attempt)), ignore_errors=True)
+    return Ended(status, asked)
+
+
+def record_fallback(status: Status, run_dir: Path) -> Status:
+    """Write the status that no rank could write; if this process cannot either, the disk is why."""
+    if not record(status, run_dir) and status.code == ExitCode.UNCLASSIFIED:
+        return replace(status, code=ExitCode.RETRY)
     return status
 
 
@@ -176,15 +229,15 @@ def reported_end(run_dir: Path) -> Status | None:
     """The status that the ranks ended with, None while they run or if they could not write it."""
     try:
         status = read_status(run_dir)
-    except ValueError:
+    except (OSError, ValueError):
         return None
     return None if status is None or status.state == "running" else status
 
 
-def may_restart(ended: Sequence[Status], max_restarts: int) -> bool:
-    """Whether to start again: a retry may help, restarts are left, and the last attempts reached new steps."""
-    if ended[-1].code != ExitCode.RETRY or len(ended) > max_restarts:
+def may_restart(ended: Sequence[Ended], max_restarts: int) -> bool:
+    """Whether to start again: a retry may help, nobody wants it to stop, restarts are left, and steps were gained."""
+    if ended[-1].status.code != ExitCode.RETRY or ended[-1].stop_asked or len(ended) > max_restarts:
         return False
-    steps = [status.step or 0 for status in ended]
+    steps = [attempt.status.step or 0 for attempt in ended]
     futile = steps[-FUTILE_ATTEMPTS:]
     return len(steps) < FUTILE_ATTEMPTS or max(futile) > max(steps[:-FUTILE_ATTEMPTS], default=min(futile))

@@ -18,11 +18,13 @@ from launcher.errors import LauncherError
 from launcher.fingerprint import Fingerprint, collect
 from launcher.groups import join_groups
 from launcher.out_of_memory import record_history
+from launcher.preflight import check_checkpoint
 from launcher.refusal import refuse, tell_other_nodes
-from launcher.run_folder import ATTEMPT_VARIABLE, lock_run, make_run_dir, open_attempt
+from launcher.run_folder import ATTEMPT_VARIABLE, keep_config, lock_run, make_run_dir, open_attempt
 from launcher.runtime import Device, RankEnv, connect, point_traces, prepare_environment, set_threads
 from launcher.signal_inbox import catch_signals
 from launcher.split_choice import Choice, agree_on_split, choose_split, load_rates
+from launcher.started_as import STARTED_AS, under_torchrun
 from launcher.topology import RoleName, Topology, build_topology
 
 if TYPE_CHECKING:
@@ -52,6 +54,7 @@ def run_rank(command: Command) -> NoReturn:
     catch_signals()
     gc.disable()  # imports make a million objects that stay; looking for garbage among them takes a second
     env = RankEnv.read()
+    os.environ.setdefault(STARTED_AS, under_torchrun(command, env))
     with ExitStack() as stack:
         try:
             start = prepare(stack, command, env)
@@ -98,9 +101,13 @@ def find_attempt(stack: ExitStack, start: Start, control: Control) -> Path:
         try:
             if given is None:
                 stack.enter_context(lock_run(run_dir))
+                if start.env.node == 0:  # checkpoints lie on the first node
+                    check_checkpoint(start.command.config)
             folder = Path(given) if given else open_attempt(run_dir, start.command.config)
             strict = start.command.strict_environment
             changes = record_environment(run_dir, folder, start.fingerprint, strict, config_file)
+            if given is None:
+                keep_config(run_dir, start.command.config, config_file)
         except LauncherError:
             control.set(key, None)
             raise

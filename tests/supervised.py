@@ -13,11 +13,11 @@ import psutil
 
 ROOT = Path(__file__).resolve().parent.parent
 DRIVER = """
-import sys
+import json, os, sys
 from pathlib import Path
 from launcher import supervisor
 from launcher.cli import Command
-from launcher.config import validate
+from launcher.config import merge, validate
 from launcher.errors import LauncherError
 
 run_dir, worker, under, restarts = sys.argv[1:5]
@@ -25,7 +25,8 @@ if under == "plain":  # the script itself stands in for torchrun, which takes se
     supervisor.torchrun_command = lambda command, ranks, worker: [sys.executable, "-u", str(worker)]
 supervisor.TORCHRUN_SECONDS = 4.0
 runtime = {"run_dir": run_dir, "device": "cpu", "grace": 1}
-config = validate({"runtime": runtime, "target": {"model": "random:tiny"}})
+options = {"runtime": runtime, "target": {"model": "random:tiny"}}
+config = validate(merge(options, json.loads(os.environ.get("OPTIONS", "{}"))))
 command = Command("train", ["--nproc", "2", "--flag=x"], config, nproc=2, max_restarts=int(restarts))
 try:
     sys.exit(supervisor.supervise(command, Path(worker)))
@@ -49,7 +50,7 @@ def child(text):
 class Run:
     """A supervised run in its own process, with a mark by which all its processes are found."""
 
-    def __init__(self, folder: Path, body: str, under: str = "plain", restarts: int = 0) -> None:
+    def __init__(self, folder: Path, body: str, under: str = "plain", restarts: int = 0, **options: object) -> None:
         self.dir, self.worker = folder / "run", folder / "worker.py"
         self.mark = f"{os.getpid()}-{time.monotonic_ns()}"
         self.worker.write_text(HEAD + body)
@@ -59,7 +60,8 @@ class Run:
             stderr=subprocess.PIPE,
             text=True,
             cwd=ROOT,
-            env=os.environ | {"ROOT": str(ROOT), "RUN_DIR": str(self.dir), "MARK": self.mark},
+            env=os.environ
+            | {"ROOT": str(ROOT), "RUN_DIR": str(self.dir), "MARK": self.mark, "OPTIONS": json.dumps(options)},
         )
 
     def wait_for(self, name: str, timeout: float = 20.0) -> None:

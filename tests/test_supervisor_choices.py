@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from launcher.checkpoint_folder import checkpoints_of
+from launcher.cli import Command, parse
 from launcher.config import Config, validate
 from launcher.errors import UserError
 from launcher.fallback_status import first_failure, own_lines
 from launcher.status import Status
-from launcher.supervisor import choose_ranks, may_restart, rank_environment
+from launcher.supervisor import Ended, choose_ranks, going_on, may_restart, newest_checkpoint, rank_environment
 
 REPORT = """W1129 14:00:00.000000 1 torch/distributed/run.py:852]
 launcher: data.path: no file x
@@ -89,7 +92,32 @@ def test_what_cannot_fit_is_refused_before_torchrun(made: Config, asked: int | N
     ],
 )
 def test_restarts_only_while_they_help(ends: list[tuple[int, int | None]], limit: int, again: bool) -> None:
-    assert may_restart([Status("failed", code, step=step) for code, step in ends], limit) is again
+    ended = [Ended(Status("failed", code, step=step)) for code, step in ends]
+    assert may_restart(ended, limit) is again
+    assert not may_restart([*ended[:-1], replace(ended[-1], stop_asked=True)], limit)
+
+
+def test_a_run_begins_where_it_was_told_to_once(tmp_path: Path) -> None:
+    def command(resume: str) -> Command:
+        return parse(["--preset=tiny", f"--run-dir={tmp_path}", f"--resume={resume}", "--max-restarts=3"])
+
+    def publish(step: int) -> None:
+        folder = checkpoints_of(tmp_path) / f"step-{step}"
+        folder.mkdir(parents=True)
+        (folder / "manifest.json").touch()
+
+    for anew in ("none", "elsewhere/step-7"):
+        assert going_on(command(anew), None).config.runtime.resume == anew, "no checkpoint of its own yet"
+    publish(5)
+    before = newest_checkpoint(command("none").config)
+    assert going_on(command("none"), before).config.runtime.resume == "none", "that one is of an earlier run"
+    checkpoints_of(tmp_path).rename(tmp_path / "checkpoints.old-1")
+    assert going_on(command("none"), before).config.runtime.resume == "none"
+    publish(5)
+    for anew in ("none", "elsewhere/step-7"):
+        again = going_on(command(anew), before)
+        assert again.config.runtime.resume == "auto" and again.max_restarts == 3
+    assert going_on(command("auto"), before) == command("auto")
 
 
 def test_ranks_keep_the_environment_and_learn_of_the_terminal(tmp_path: Path) -> None:

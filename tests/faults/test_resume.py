@@ -51,7 +51,8 @@ HISTORY = Scenario(
         Start(before=_flip_all),
     ),
 )
-RESTART = Scenario("restart", (Start("kill@save-rename:4:1", ("--max-restarts=1",)),))
+# A new beginning, and then one restart that must not be another.
+RESTART = Scenario("restart", (Start("kill@save-rename:4:1", ("--max-restarts=1", "--resume=none")),))
 # Also the run without interruption that others are compared with.
 BACKGROUND = Scenario(
     "disk full in the background",

@@ -1,0 +1,110 @@
+"""What a run folder keeps for the next start: the config, the lock beside it, and the command that uses both."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shlex
+from pathlib import Path
+
+import pytest
+
+from launcher.cli import parse
+from launcher.environment import LOCK_NAME, check_lock, write_fingerprint
+from launcher.errors import RetryableError, UserError
+from launcher.run_folder import keep_config, open_attempt
+from launcher.runtime import RankEnv
+from launcher.started_as import STARTED_AS, as_launched, under_torchrun
+from launcher.status import resume_command
+
+CONFIG = parse(["--preset=tiny"]).config
+
+
+def test_a_dry_run_is_no_part_of_the_run(tmp_path: Path) -> None:
+    keep_config(tmp_path, parse(["--preset=tiny", "--dry-run", "--seed=1"]).config, None)
+    kept = parse(["--config", str(tmp_path / "config.toml")]).config
+    assert kept.train.seed == 1 and not kept.dry_run, "a folder without a config takes it, and will train by it"
+    keep_config(tmp_path, parse(["--preset=tiny", "--dry-run", "--seed=2"]).config, None)
+    assert parse(["--config", str(tmp_path / "config.toml")]).config == kept
+    attempt = open_attempt(tmp_path, parse(["--preset=tiny", "--dry-run", "--seed=2"]).config)
+    copy = parse(["--config", str(attempt / "config.toml")]).config
+    assert copy.dry_run and copy.train.seed == 2, "the attempt's own copy is what was started"
+
+
+def test_opening_an_attempt_leaves_the_runs_config_alone(tmp_path: Path) -> None:
+    open_attempt(tmp_path, CONFIG)
+    assert not (tmp_path / "config.toml").exists(), "a start that is refused later has changed nothing"
+
+
+def test_a_full_disk_ends_a_start_with_75_and_the_former_config(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keep_config(tmp_path, CONFIG, None)
+
+    def full(path: Path, text: str) -> int:
+        path.touch()
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(RetryableError, match="No space left"):
+        keep_config(tmp_path, parse(["--preset=tiny", "--seed=9"]).config, None)
+    with pytest.raises(RetryableError, match="No space left"):
+        open_attempt(tmp_path, CONFIG)
+    monkeypatch.undo()
+    assert parse(["--config", str(tmp_path / "config.toml")]).config == CONFIG
+
+
+def test_the_lock_of_a_config_holds_for_the_command_that_goes_on(tmp_path: Path) -> None:
+    mine, run_dir = tmp_path / "mine", tmp_path / "run"
+    for folder in (mine, run_dir):
+        folder.mkdir()
+    write_fingerprint(mine / LOCK_NAME, {"torch": "1"})
+    keep_config(run_dir, CONFIG, mine / "my.toml")
+    with pytest.raises(UserError, match="torch: 1 -> 2"):
+        check_lock(run_dir / "config.toml", {"torch": "2"})
+    keep_config(run_dir, CONFIG, run_dir / "config.toml")
+    assert (run_dir / LOCK_NAME).exists(), "going on keeps it"
+    keep_config(run_dir, CONFIG, None)
+    check_lock(run_dir / "config.toml", {"torch": "2"})
+
+
+def env(nodes: int) -> RankEnv:
+    return RankEnv(4 * (nodes - 1), 0, 4 * nodes, 4, "10.0.0.1", 29500, 0, True)
+
+
+def test_the_command_that_goes_on_is_the_one_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    flags = ["--nproc=4", "--max-restarts=2", "--strict-environment"]
+    monkeypatch.setenv(STARTED_AS, as_launched(parse(["--preset=tiny", *flags])))
+    words = shlex.split(resume_command(tmp_path))
+    assert words[0] == "./launch.sh"
+    (tmp_path / "config.toml").write_text("")
+    again = parse(words[1:])
+    assert (again.nproc, again.max_restarts, again.strict_environment) == (4, 2, True)
+    assert again.config_file == tmp_path / "config.toml" and again.config.runtime.resume == "auto"
+
+
+def test_several_nodes_and_dry_runs_are_started_so_again() -> None:
+    flags = ["--preset=tiny", "--nnodes=2", "--node-rank=1", "--master=a:1", "--dry-run"]
+    again = parse(["--preset=tiny", *shlex.split(as_launched(parse(flags)))[1:]])
+    assert (again.nnodes, again.node_rank, again.master, again.config.dry_run) == (2, 1, "a:1", True)
+    assert as_launched(parse(["--preset=tiny"])) == "./launch.sh"
+
+
+def test_torchrun_is_started_as_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    command = parse(["--preset=tiny", "--strict-environment"])
+    monkeypatch.chdir(Path(__file__).resolve().parent.parent)
+    alone = under_torchrun(command, env(1), {})
+    assert alone == "torchrun --standalone --nproc_per_node=4 launcher/main.py --strict-environment"
+    assert under_torchrun(command, env(2), {"TORCHELASTIC_MAX_RESTARTS": "3"}) == (
+        "torchrun --nnodes=2 --node_rank=1 --master_addr=10.0.0.1 --master_port=29500 --nproc_per_node=4"
+        " --max_restarts=3 launcher/main.py --strict-environment"
+    )
+
+
+@pytest.mark.parametrize(("told", "then"), [("none", "auto"), ("a/step-3", "a/step-3")])
+def test_a_run_that_has_saved_nothing_begins_where_it_was_told_to(told: str, then: str, tmp_path: Path) -> None:
+    keep_config(tmp_path, parse(["--preset=tiny", f"--resume={told}"]).config, None)
+    assert resume_command(tmp_path).endswith(f"--resume {then}")
+    (tmp_path / "checkpoints/step-2").mkdir(parents=True)
+    (tmp_path / "checkpoints/step-2/manifest.json").touch()
+    assert resume_command(tmp_path).endswith("--resume auto")
