@@ -20,18 +20,18 @@ import numpy.typing as npt
 from launcher.chat_mask import ChatRenderer
 from launcher.chats import ChatSource, Problem, parse_chat, report
 from launcher.config_sections import DataConfig
-from launcher.errors import UserError
+from launcher.errors import RetryableError, UserError
 from launcher.packing import Row, layout_row
 from launcher.row_builder import PackStats, RowOptions, build_rows
-from models.target_files import build_once
+from models.target_files import LOCK_TIMEOUT, build_once
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 1
-"""Part of a folder's name; raise it whenever the same chats would give other rows."""
+FORMAT = 2
+"""Part of a folder's name; raise it whenever the same chats would give other rows or statistics."""
 
 
 class PackedRows:
@@ -56,12 +56,14 @@ class PackedRows:
         return self._rows[index]["where"].tolist()
 
 
-def prepare_rows(data: DataConfig, tokenizer: PreTrainedTokenizerBase, cache_root: Path) -> PackedRows:
+def prepare_rows(
+    data: DataConfig, tokenizer: PreTrainedTokenizerBase, cache_root: Path, patience: float = LOCK_TIMEOUT
+) -> PackedRows:
     """The packed rows of these chats, built first if they are not in the cache.
 
     Raises:
         UserError: no file, or chats that cannot be used; all of them at once, by file and line.
-        TimeoutError: another process holds the lock of the same rows for too long.
+        RetryableError: another process has been packing the same rows for `patience` seconds.
     """
     source = ChatSource(data.path, "data.path", data.max_chats)
     renderer = ChatRenderer(tokenizer)
@@ -72,7 +74,11 @@ def prepare_rows(data: DataConfig, tokenizer: PreTrainedTokenizerBase, cache_roo
         with _quiet_datasets():
             build_rows(source, renderer, options, folder)
 
-    rows = PackedRows(build_once(cache_root / "data" / _digest(data, source, tokenizer), build))
+    folder = cache_root / "data" / _digest(data, source, tokenizer)
+    try:
+        rows = PackedRows(build_once(folder, build, patience))
+    except TimeoutError as error:
+        raise RetryableError(*str(error).split(" -> ", 1)) from error
     logger.info("%s: %s", source.name, rows.stats)
     return rows
 

@@ -17,6 +17,7 @@ from launcher.checkpoint_io import split_state
 from launcher.config_changes import check_resumed_config
 from launcher.drafter_step import DrafterStep
 from launcher.rank import Rank
+from launcher.same_rows import count_rows
 from launcher.schedule import Schedule, rate_span, total_steps
 
 
@@ -79,8 +80,7 @@ def resume(
 
 def plan(rank: Rank, beginning: Beginning) -> Schedule:
     """The steps from a beginning to the end of the run, once the targets know how many rows there are."""
-    rows = rank.wait_for("rows/0", "the targets to pack the rows", rank.config.runtime.load_timeout)
-    train, start, position = rank.config.train, beginning.step, beginning.micro_batch
+    rows, train, start, position = count_rows(rank), rank.config.train, beginning.step, beginning.micro_batch
     per_step = train.accumulation * rank.topology.drafter_count
     last_step = total_steps(train, rows, per_step, start, position)
     return Schedule(rank.topology, train.accumulation, last_step, start, position)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
@@ -15,7 +16,7 @@ import numpy as np
 from launcher.chat_mask import ChatRenderer
 from launcher.chats import Chat, ChatSource, Problem, parse_chat, report
 from launcher.errors import UserError
-from launcher.packing import Document, build_row, has_anchor, plan_rows
+from launcher.packing import Document, Row, build_row, has_anchor, plan_rows
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -49,6 +50,8 @@ class PackStats:
     """Share of the rows' tokens that is not padding."""
     supervised: float
     """Share of the tokens that carries loss; padding is not counted."""
+    content: str
+    """SHA-256 of all rows: the same wherever and from whatever file the same rows were made."""
 
     def __str__(self) -> str:
         text = f"{self.chats} chats in {self.rows} rows, {self.fill:.1%} full, {self.supervised:.1%} supervised"
@@ -73,7 +76,7 @@ def build_rows(source: ChatSource, renderer: ChatRenderer, options: RowOptions, 
         )
     lengths = columns["length"][usable]
     plan = plan_rows(np.minimum(lengths, options.row_length).tolist(), options.row_length)
-    supervised = _write_rows(chats, [usable[row] for row in plan], options.row_length, renderer.pad_id, folder)
+    written = _write_rows(chats, [usable[row] for row in plan], options.row_length, renderer.pad_id, folder)
     tokens = int(np.minimum(lengths, options.row_length).sum())
     stats = PackStats(
         chats=len(usable),
@@ -81,7 +84,8 @@ def build_rows(source: ChatSource, renderer: ChatRenderer, options: RowOptions, 
         truncated=int((lengths > options.row_length).sum()),
         dropped=len(chats) - len(usable),
         fill=tokens / (len(plan) * options.row_length),
-        supervised=supervised / tokens,
+        supervised=written.supervised / tokens,
+        content=written.digest.hexdigest(),
     )
     (folder / "stats.json").write_text(json.dumps(asdict(stats)))
     del chats  # its files are memory-mapped
@@ -128,8 +132,20 @@ def _stored(chat: Document, row_length: int) -> dict[str, Any]:
     }
 
 
-def _write_rows(chats: Dataset, plan: Sequence[Any], row_length: int, pad_id: int, folder: Path) -> int:
-    """Write the planned rows; returns the number of supervised tokens in them."""
+class _Written:
+    """The rows written so far: their supervised tokens, and a digest of what they hold."""
+
+    def __init__(self) -> None:
+        self.supervised, self.digest = 0, hashlib.sha256()
+
+    def add(self, row: Row, lengths: list[int]) -> None:
+        self.supervised += int(row.loss_mask.sum())
+        for part in (row.ids.astype("<i4"), np.packbits(row.loss_mask), np.array(lengths, "<i4")):
+            self.digest.update(part.tobytes())
+
+
+def _write_rows(chats: Dataset, plan: Sequence[Any], row_length: int, pad_id: int, folder: Path) -> _Written:
+    """Write the planned rows, and say what they hold."""
     from datasets import Dataset, Features, List, Value
 
     features = Features(
@@ -141,22 +157,22 @@ def _write_rows(chats: Dataset, plan: Sequence[Any], row_length: int, pad_id: in
         }
     )
     arrays = chats.with_format("numpy", columns=["ids", "loss_mask"])
-    supervised = 0
+    written = _Written()
 
     def rows() -> Iterator[dict[str, Any]]:
-        nonlocal supervised
         for members in plan:
             stored = [arrays[int(index)] for index in members]
             documents = [Document(ids=chat["ids"], loss_mask=chat["loss_mask"]) for chat in stored]
             row = build_row(documents, row_length, pad_id)
-            supervised += int(row.loss_mask.sum())
+            lengths = [len(document.ids) for document in documents]
+            written.add(row, lengths)
             yield {
                 "ids": row.ids,
                 "loss_mask": row.loss_mask,
-                "lengths": [len(document.ids) for document in documents],
+                "lengths": lengths,
                 "where": [chats[int(index)]["where"] for index in members],
             }
 
     packed: Any = Dataset.from_generator(rows, features=features, cache_dir=str(folder / "scratch"), fingerprint="rows")
     packed.save_to_disk(str(folder / "rows"))
-    return supervised
+    return written

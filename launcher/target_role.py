@@ -11,8 +11,10 @@ from launcher.acceptance import answer_evaluation, evaluation_steps
 from launcher.barrier import OrderedTurns
 from launcher.compile_report import TurnBook, TurnReport
 from launcher.data import PackedRows, eval_prompts, prepare_rows, row_order
+from launcher.deadlines import lock_patience
 from launcher.rank import Models, Rank, agree_schedule, describe_models
 from launcher.recompiles import explain_recompiles, forbid_recompiles
+from launcher.same_rows import publish_rows, rows_key
 from launcher.schedule import Schedule
 from launcher.target_gate import pass_target_gate
 from launcher.target_loading import load_target
@@ -55,12 +57,12 @@ def run_target(rank: Rank, drafter_turns: OrderedTurns, target_turns: OrderedTur
 
 def open_rows(rank: Rank, models: Models) -> PackedRows:
     """The packed rows; one rank per node builds them, the others open the finished files."""
-    timeout, key = rank.config.runtime.load_timeout, f"rows/{rank.role.node}"
     if not rank.leads_node:
-        rank.wait_for(key, "the node's first rank to pack the rows", timeout)
+        timeout = rank.config.runtime.load_timeout
+        rank.wait_for(rows_key(rank.role.node), "the node's first rank to pack the rows", timeout)
         return prepare_rows(rank.config.data, models.tokenizer, user_cache())
-    rows = prepare_rows(rank.config.data, models.tokenizer, user_cache())
-    rank.control.set(key, len(rows))
+    rows = prepare_rows(rank.config.data, models.tokenizer, user_cache(), lock_patience(rank.config.runtime))
+    publish_rows(rank, rows)
     return rows
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -92,6 +93,17 @@ def test_the_cache_is_used_again_and_only_for_the_same_input(tmp_path: Path, mon
     prepare_rows(options(write_chats(path, 41)), small_tokenizer(), cache)
     assert folders() == 7
     assert not [left for left in cache.rglob("*") if left.suffix == ".tmp" or left.name == "scratch"]
+
+
+def test_the_content_of_rows_tells_the_same_chats_from_others(tmp_path: Path) -> None:
+    def content(name: str, change: Callable[[list[str]], list[str]] = list) -> str:
+        path = tmp_path / name
+        path.write_text("\n".join(change(lines)))
+        return prepare_rows(options(path, holdout=0), small_tokenizer(), tmp_path / "cache").stats.content
+
+    lines = write_chats(tmp_path / "chats.jsonl").read_text().splitlines()
+    assert content("one.jsonl") == content("other.jsonl", lambda chats: [*chats, ""])
+    assert len({content(f"{n}.jsonl", lambda chats, n=n: chats[n:] + chats[:n]) for n in range(3)}) == 3
 
 
 def test_all_problems_are_reported_by_line(tmp_path: Path) -> None:

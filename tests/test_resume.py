@@ -21,7 +21,7 @@ class Rank(SimpleNamespace):
     """The first drafter as `resume` sees it, alone: what is waited for it has said itself."""
 
     def __init__(self, run_dir: Path, drafters: int, **train: Any) -> None:
-        told: dict[str, Any] = {"rows/0": 10}
+        told: dict[str, Any] = {"rows/0": {"rows": 10, "content": "c"}}
         super().__init__(
             config=validate({"runtime": {"run_dir": run_dir}, "train": train, "target": {"model": "random:tiny"}}),
             topology=build_topology(Split(1, drafters)),

@@ -1,0 +1,72 @@
+"""Nodes pack their rows for themselves: the first drafter lets no other data in."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from launcher.control import Control
+from launcher.errors import DeadlineError, UserError
+from launcher.same_rows import count_rows, publish_rows
+from launcher.topology import Split, build_topology
+from tests.gates import StandIn
+
+TOPOLOGY = build_topology(Split(1, 2), nodes=3)
+
+
+def rank_of(control: Control, number: int) -> Any:
+    role, lifecycle = TOPOLOGY.roles[number], StandIn(control)
+
+    def wait_for(key: str, what: str, timeout: float) -> Any:
+        lifecycle.wait_until(lambda: control.has(key), what, timeout, 0.01)
+        return control.get(key)
+
+    leads = role.name == "drafter" and role.index == 0
+    config = SimpleNamespace(runtime=SimpleNamespace(load_timeout=0.3))
+    parts = {"role": role, "topology": TOPOLOGY, "control": control, "config": config, "leads_drafters": leads}
+    return SimpleNamespace(**parts, wait_for=wait_for)
+
+
+def tell(control: Control, node: int, rows: int, content: str) -> None:
+    class Rows(list[int]):
+        stats = SimpleNamespace(content=content)
+
+    (leader,) = (role.rank for role in TOPOLOGY.roles if role.node == node and role.local_rank == 0)
+    publish_rows(rank_of(control, leader), cast(Any, Rows(range(rows))))
+
+
+@pytest.fixture
+def control() -> Control:
+    return Control("127.0.0.1", 0, "test", serve=True)
+
+
+def drafters(control: Control) -> tuple[Any, Any]:
+    first, other, *_ = (rank_of(control, rank) for rank in TOPOLOGY.drafter_ranks)
+    return first, other
+
+
+def test_nodes_with_the_same_rows_go_on(control: Control) -> None:
+    for node in range(3):
+        tell(control, node, 5, "a" * 64)
+    assert [count_rows(rank) for rank in drafters(control)] == [5, 5]
+
+
+@pytest.mark.parametrize(("rows", "content"), [(6, "a" * 64), (5, "b" * 64)])
+def test_other_rows_are_refused_and_the_nodes_named(control: Control, rows: int, content: str) -> None:
+    for node in range(3):
+        tell(control, node, *((rows, content) if node == 2 else (5, "a" * 64)))
+    first, other = drafters(control)
+    with pytest.raises(
+        UserError, match=rf"node 0 has 5 rows, content a{{12}}; node 2 has {rows} rows, content {content[0]}"
+    ):
+        count_rows(first)
+    assert count_rows(other) == 5, "one rank says it"
+
+
+def test_a_node_that_packs_for_too_long_is_named(control: Control) -> None:
+    tell(control, 0, 5, "a" * 64)
+    tell(control, 2, 5, "a" * 64)
+    with pytest.raises(DeadlineError, match="pack the rows on node 1"):
+        count_rows(drafters(control)[0])
