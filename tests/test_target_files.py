@@ -69,12 +69,9 @@ def test_build_once_lets_one_of_many_build(tmp_path: Path) -> None:
     assert len(calls) == 1 and all((folder / "whole").is_file() for folder in folders)
 
 
-def test_build_once_waits_only_so_long_and_leaves_nothing_half_built(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(target_files, "LOCK_TIMEOUT", 0.1)
+def test_build_once_waits_only_so_long_and_leaves_nothing_half_built(tmp_path: Path) -> None:
     with FileLock(tmp_path / "m.lock"), pytest.raises(TimeoutError, match=r"m\.lock"):
-        target_files.build_once(tmp_path / "m", lambda folder: None)
+        target_files.build_once(tmp_path / "m", lambda folder: None, patience=0.1)
     with pytest.raises(FileNotFoundError):
         target_files.build_once(tmp_path / "m", lambda folder: (folder / "none/half").touch())
     assert [path.name for path in tmp_path.iterdir()] == ["m.lock"]
