@@ -103,7 +103,7 @@ def test_the_content_of_rows_tells_the_same_chats_from_others(tmp_path: Path) ->
 
     lines = write_chats(tmp_path / "chats.jsonl").read_text().splitlines()
     assert content("one.jsonl") == content("other.jsonl", lambda chats: [*chats, ""])
-    assert len({content(f"{n}.jsonl", lambda chats, n=n: chats[n:] + chats[:n]) for n in range(3)}) == 3
+    assert len({content(f"{n}.jsonl", lambda chats, n=n: chats[n:] + chats[:n]) for n in (0, 2, 4)}) == 3
 
 
 def test_all_problems_are_reported_by_line(tmp_path: Path) -> None:
