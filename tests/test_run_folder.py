@@ -5,17 +5,22 @@ from __future__ import annotations
 import errno
 import os
 import shlex
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
-from launcher.cli import parse
+from launcher.cli import Command, parse
+from launcher.control import Control
 from launcher.environment import LOCK_NAME, check_lock, write_fingerprint
 from launcher.errors import RetryableError, UserError
-from launcher.run_folder import keep_config, open_attempt
+from launcher.run_folder import ATTEMPT_VARIABLE, keep_config, open_attempt
 from launcher.runtime import RankEnv
 from launcher.started_as import STARTED_AS, as_launched, under_torchrun
 from launcher.status import resume_command
+from launcher.worker import Start, find_attempt
+from tests.test_preflight import config_of, saved
 
 CONFIG = parse(["--preset=tiny"]).config
 
@@ -34,6 +39,30 @@ def test_a_dry_run_is_no_part_of_the_run(tmp_path: Path) -> None:
 def test_opening_an_attempt_leaves_the_runs_config_alone(tmp_path: Path) -> None:
     open_attempt(tmp_path, CONFIG)
     assert not (tmp_path / "config.toml").exists(), "a start that is refused later has changed nothing"
+
+
+def test_under_torchrun_a_start_that_is_refused_changes_no_config(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(ATTEMPT_VARIABLE, raising=False)
+    control = Control("127.0.0.1", 0, "test", serve=True)
+
+    def open_with(layers: int) -> Path:
+        command = Command("train", config=config_of(tmp_path, layers))
+        start = Start(command, env(1), cast(Any, None), cast(Any, None), {}, (), cast(Any, None), None)
+        with ExitStack() as stack:
+            return find_attempt(stack, start, control)
+
+    saved(tmp_path, 5, config_of(tmp_path))
+    assert open_with(layers=1) == tmp_path / "attempts/1"
+    kept = (tmp_path / "config.toml").read_text()
+    with pytest.raises(UserError, match="drafter.layers: 1 -> 2"):
+        open_with(layers=2)
+    assert (tmp_path / "config.toml").read_text() == kept and "layers = 1" in kept
+    assert [path.name for path in (tmp_path / "attempts").iterdir()] == ["1"]
+    assert control.has("attempt/0") and control.get("attempt/0") is None, (
+        "the other ranks of the node do not wait in vain"
+    )
 
 
 def test_a_full_disk_ends_a_start_with_75_and_the_former_config(
