@@ -44,12 +44,15 @@ class Acceptance:
 
 
 def evaluation_steps(config: EvalConfig, schedule: Schedule) -> set[int]:
-    """Finished-step counts after which acceptance is measured: before training, every `eval.every`, and at the end."""
+    """Finished-step counts after which acceptance is measured: before training, every `eval.every`, and at the end.
+
+    Also at the end by a start that finds nothing left to train: the one before may have been lost while it measured.
+    """
     if not config.prompts:
         return set()
-    last = schedule.last_step
-    first = {0} if schedule.start_step == 0 else set()
-    return first | {step for step in range(schedule.start_step + 1, last + 1) if is_due(step, config.every, last)}
+    start, last = schedule.start_step, schedule.last_step
+    first = {start} if start in {0, last} else set()
+    return first | {step for step in range(start + 1, last + 1) if is_due(step, config.every, last)}
 
 
 def request_evaluation(rank: Rank, step: int, drafter_step: DrafterStep) -> Acceptance | None:

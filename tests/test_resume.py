@@ -86,3 +86,6 @@ def test_a_run_of_epochs_goes_on_with_more_drafters_to_its_end(tmp_path: Path) -
     assert "resumed from" in whole.console and whole.status.step == last == whole.metrics[-1]["step"]
     assert str(whole.status.last_checkpoint).endswith(f"step-{last}")
     assert f"after {last} steps" in whole.console, "acceptance is measured at the end"
+    again = start(tmp_path, 2, 2.0)
+    assert again.status.step == last and [entry for entry in again.metrics if "loss" in entry][-1]["step"] == last
+    assert f"after {last} steps" in again.console, "nothing is left to train; the last start may have been lost here"

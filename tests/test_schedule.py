@@ -6,7 +6,8 @@ from itertools import chain
 
 import pytest
 
-from launcher.config_sections import TrainConfig
+from launcher.acceptance import evaluation_steps
+from launcher.config_sections import EvalConfig, TrainConfig
 from launcher.schedule import Schedule, is_due, rate_span, total_steps
 from launcher.topology import Split, build_topology
 
@@ -77,6 +78,16 @@ def test_max_steps_are_steps_of_any_size_and_a_run_past_them_does_no_more() -> N
     assert total_steps(config, 10, 3, start=50, position=50) == 100
     assert total_steps(config, 10, 3, start=120, position=120) == 120
     assert rate_span(config, Schedule(build_topology(Split(1, 3)), 1, 100, 50, 50)) == (0, 100)
+
+
+def test_acceptance_is_measured_at_the_end_whoever_gets_there() -> None:
+    def steps(start: int, last: int, prompts: int = 1) -> list[int]:
+        schedule = Schedule(build_topology(Split(1, 1)), 1, last, start, start)
+        return sorted(evaluation_steps(EvalConfig(every=4, prompts=prompts), schedule))
+
+    assert steps(0, 10) == [0, 4, 8, 10] and steps(4, 10) == [8, 10]
+    assert steps(10, 10) == [10], "saved at its end, and lost before or while it was measured"
+    assert steps(0, 10, prompts=0) == steps(10, 10, prompts=0) == []
 
 
 def test_due() -> None:
