@@ -23,7 +23,7 @@ Who ends a rank, when, with which code of the run, and who writes `status.json`.
                                     own watchdog                 3 s after that
     first stop signal               main thread, after the vote  grace               130, 143   last rank of each node
     runtime.grace is over           own watchdog                 grace               130, 143   that rank
-    another one, over 1 s later     own watchdog                 at once             130, 143   that rank
+    second stop signal, > 1 s later own watchdog                 at once             130, 143   that rank
     torchrun's store is gone        main thread: fail, or else   its next call, or   the error's first rank of each node
                                     own watchdog                 5 s                 or 75
     said goodbye, and still here    own watchdog                 10 s                unchanged  already written
