@@ -5,13 +5,21 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from launcher.acceptance import Acceptance, request_evaluation
+from launcher.config import validate
 from launcher.exports import export_folder, rate_export, read_ratings, superseded
-from models.export import CONFIG_NAME, WEIGHTS_NAME
+from launcher.topology import Split, build_topology
+from models.dflash import DFlashDrafter
+from models.export import CONFIG_NAME, WEIGHTS_NAME, load_drafter
+from tests.training import CONFIG
 
 STEPS = st.integers(0, 12)
 
@@ -75,6 +83,25 @@ def test_damaged_ratings_and_a_disk_that_refuses_end_no_run(
     rate_export(tmp_path, 2, 1.5)
     assert json.loads((tmp_path / "export/acceptance.json").read_text()) == {"2": 1.5}
     assert not export_folder(tmp_path, 1).exists()
+
+
+def test_an_evaluation_rates_what_it_exported_and_tidies(tmp_path: Path) -> None:
+    told: dict[str, Any] = {}
+    rank = SimpleNamespace(
+        config=validate({"runtime": {"run_dir": tmp_path}}),
+        topology=build_topology(Split(2, 1)),
+        leads_drafters=True,
+        control=SimpleNamespace(set=told.__setitem__, get=told.get, has=lambda *keys: told.keys() >= set(keys)),
+        lifecycle=SimpleNamespace(stop_code=None, wait_until=lambda ready, *_: ready() or pytest.fail("waits")),
+    )
+    drafter = SimpleNamespace(drafter=DFlashDrafter(CONFIG))
+    for step, gained in ((0, 1), (5, 3), (9, 2), (12, 2)):
+        told |= {f"eval/{step}/0": [[gained] * 4], f"eval/{step}/1": [[gained], [gained]]}
+        acceptance = request_evaluation(cast(Any, rank), step, cast(Any, drafter))
+        assert acceptance == Acceptance(gained, 6, 6 * gained, 3)
+    assert names(tmp_path) == ["acceptance.json", "step-12", "step-5"]
+    assert read_ratings(tmp_path) == {5: 3.0, 12: 2.0}
+    load_drafter(export_folder(tmp_path, 5), torch.bfloat16, "cpu")
 
 
 @given(
