@@ -18,8 +18,24 @@ STOP_SIGNALS = {
     signal.SIGUSR1: ExitCode.TERMINATED,
     signal.SIGINT: ExitCode.INTERRUPTED,
 }
-# A terminal and a parent, or a scheduler and torchrun, may deliver one wish twice; only a later signal is a second one.
+# A terminal and a parent, GNU timeout, or a scheduler and torchrun deliver one wish twice; only a later signal is a
+# second one.
 SAME_WISH_SECONDS = 1.0
+
+
+class Wishes(list[signal.Signals]):
+    """What a process was asked for by stop signals, in order; for those that have no inbox."""
+
+    _first = 0.0
+
+    def add(self, number: int) -> bool:
+        """Take a signal in; False if it only repeats the first wish."""
+        now = time.monotonic()
+        if self and now - self._first <= SAME_WISH_SECONDS:
+            return False
+        self._first = self._first or now
+        self.append(signal.Signals(number))
+        return True
 
 
 class SignalInbox:

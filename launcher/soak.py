@@ -34,6 +34,7 @@ from launcher.checkpoint_folder import newest_published, step_of
 from launcher.command_parser import CommandParser
 from launcher.errors import ExitCode
 from launcher.faults import ENVIRONMENT, parse_faults
+from launcher.signal_inbox import Wishes
 from launcher.trial import Running, Trial, run_trial
 
 # Generous, because several runs may share few cores; the faults' own deadlines are below.
@@ -169,10 +170,11 @@ def main(args: list[str]) -> int:
 
 def first_signal() -> list[signal.Signals]:
     """Where the first Ctrl-C or SIGTERM will be noted; a second one ends the rounds under way and this process."""
-    noted: list[signal.Signals] = []
+    noted = Wishes()
 
     def note(number: int, frame: FrameType | None) -> None:
-        noted.append(signal.Signals(number))
+        if not noted.add(number):
+            return
         if len(noted) > 1:
             for process in psutil.Process().children(recursive=True):
                 with contextlib.suppress(psutil.NoSuchProcess):

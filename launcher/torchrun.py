@@ -19,7 +19,7 @@ from types import FrameType
 
 import psutil
 
-from launcher.signal_inbox import SAME_WISH_SECONDS
+from launcher.signal_inbox import Wishes
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
@@ -33,9 +33,8 @@ class Torchrun:
     """A running torchrun. Use as a context manager: on exit no process of it is left."""
 
     def __init__(self, command: list[str], environment: Mapping[str, str], log: Path) -> None:
-        self.asked: list[signal.Signals] = []
+        self.asked = Wishes()
         """What this process was asked for by stop signals, in order; one wish may come as several signals."""
-        self._first_asked = 0.0
         self._command, self._environment, self._log = command, environment, log
         self._previous: dict[signal.Signals, object] = {}
 
@@ -93,12 +92,7 @@ class Torchrun:
             self.process.send_signal(number if number is signal.SIGINT else signal.SIGTERM)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        # GNU timeout, Slurm and a terminal with a parent of ours deliver one wish twice, within moments.
-        now = time.monotonic()
-        if self.asked and now - self._first_asked <= SAME_WISH_SECONDS:
-            return
-        self._first_asked = self._first_asked or now
-        self.asked.append(signal.Signals(number))
+        self.asked.add(number)
 
 
 def kill_descendants(patience: float) -> None:

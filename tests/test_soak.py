@@ -17,7 +17,7 @@ from launcher import soak
 from launcher.faults import parse_faults
 from launcher.soak import CODES, SAVE_STAGES, STEPS, draw_round, summary
 from launcher.status import Status
-from launcher.trial import NEVER, ROOT, Trial
+from launcher.trial import NEVER, ROOT, SIGNAL_GAP, Trial
 from tests.rank_processes import wait_for
 
 
@@ -111,6 +111,9 @@ def test_the_second_signal_leaves_at_once_and_nothing_behind(tmp_path: Path) -> 
     of_round = psutil.Process(process.pid).children(recursive=True)
     process.send_signal(signal.SIGINT)
     assert process.stderr is not None and "begins no more rounds" in process.stderr.readline()
+    process.send_signal(signal.SIGINT)  # the same wish, as GNU timeout sends it
+    time.sleep(SIGNAL_GAP)
+    assert process.poll() is None
     process.send_signal(signal.SIGINT)
     assert process.wait(20) == 130
     assert of_round and psutil.wait_procs(of_round, timeout=10)[1] == []
