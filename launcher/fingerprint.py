@@ -17,6 +17,9 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
+from launcher.errors import UserError
+from launcher.gpus import gpu_handles
+
 Fingerprint = dict[str, str | None]
 """Flat, field -> value. `torch.git`, `torch.record` and the like belong to the package before the dot."""
 
@@ -152,18 +155,18 @@ def parse_assignments(source: str) -> dict[str, str | None]:
 
 
 def describe_gpus() -> Fingerprint:
-    """Driver and GPUs of the host by NVML, whatever CUDA_VISIBLE_DEVICES hides; {} without a driver."""
+    """Driver and GPUs that this process may use by NVML, whatever CUDA_VISIBLE_DEVICES hides; {} without any."""
     import pynvml
 
     try:
-        pynvml.nvmlInit()
-        driver = pynvml.nvmlSystemGetDriverVersion()
-        handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
-        kinds = []
+        handles = gpu_handles()
+        if not handles:
+            return {}
+        driver, kinds = pynvml.nvmlSystemGetDriverVersion(), []
         for handle in handles:
             major, minor = pynvml.nvmlDeviceGetCudaComputeCapability(handle)
             kinds.append(f"{pynvml.nvmlDeviceGetName(handle)} sm_{major}{minor}")
-    except pynvml.NVMLError:
+    except (UserError, pynvml.NVMLError):  # a run that needs these GPUs is refused with the reason
         return {}
     return {"driver": driver, "gpu": " + ".join(dict.fromkeys(kinds)), "gpus": str(len(kinds))}
 
