@@ -138,8 +138,8 @@ def run_attempt(command: Command, ranks: int, worker: Path, restarts: int) -> En
         tee.say(final_box(ended.status, sys.stdout if sys.stdout.isatty() else None).rstrip())
     tee.close()
     record(ended.status, attempt)
-    if config.dry_run and former is not None:  # it trained nothing: the run stands where it stood
-        record(former, run_dir)
+    if config.dry_run and former is not None and newest_published(run_dir) is not None:
+        record(former, run_dir)  # it trained nothing: the run stands where it stood
     shutil.rmtree(private_folder(str(attempt)), ignore_errors=True)
     return ended
 

@@ -227,6 +227,11 @@ def test_a_dry_run_leaves_the_run_as_it_stood(run: Callable[..., Run]) -> None:
     real = run("end('stopped', 143, step=7)")
     real.end()
     before = (real.dir / "config.toml").read_text()
+    assert run("end('finished', 0, step=0)", dry_run=True).end()[0] == 0
+    assert real.status["step"] == 0, "there is no run to go on with yet"
+    run("end('stopped', 143, step=7)").end()
+    (real.dir / "checkpoints/step-7").mkdir(parents=True)
+    (real.dir / "checkpoints/step-7/manifest.json").touch()
     dry = run("end('finished', 0, reason='dry run')", dry_run=True, train={"lr": 1.0})
     assert dry.end()[0] == 0
     assert (dry.status["state"], dry.status["step"]) == ("stopped", 7)
