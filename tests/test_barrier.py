@@ -55,33 +55,43 @@ def test_turns_pass_in_rank_order_without_overlap() -> None:
 
 
 def test_leader_goes_first_and_the_rest_together() -> None:
-    turns: dict[int, Turn] = run_ranks([[2, 3, 4]], "leader_first", lambda turn: time.sleep(0.3))
+    both = threading.Barrier(2, timeout=20)
+
+    def body(turn: Turn) -> None:
+        if turn.rank != 2:
+            both.wait()
+
+    turns: dict[int, Turn] = run_ranks([[2, 3, 4]], "leader_first", body)
     assert turns[2].end <= min(turns[3].start, turns[4].start)
-    assert turns[3].start < turns[4].end and turns[4].start < turns[3].end
 
 
 def test_a_turn_passed_on_early_is_waited_for_at_the_end_only() -> None:
     ends: dict[int, float] = {}
+    all_three = threading.Barrier(3, timeout=20)
 
     def body(turn: Turn) -> None:
         turn.pass_on()
-        time.sleep(0.5)
+        all_three.wait()  # what follows the turn holds nobody up
         ends[turn.rank] = time.time()
 
     turns: dict[int, Turn] = run_ranks([[2, 3, 4]], "ordered", body)
     assert turns[2].end <= turns[3].start and turns[3].end <= turns[4].start
-    assert turns[4].start < ends[2], "what follows the turn holds nobody up"
-    assert all(turn.seconds < 0.3 for turn in turns.values())
+    assert all(turns[rank].end <= ends[rank] for rank in turns)
     assert min(JOINED.values()) >= max(ends.values()), "nobody leaves before all have ended"
 
 
 def test_nodes_take_turns_of_their_own_and_join_together() -> None:
     nodes = [[1, 2], [4, 5]]
-    turns: dict[int, Turn] = run_ranks(nodes, "ordered", lambda turn: time.sleep(0.3))
+    first_of_both = threading.Barrier(2, timeout=20)
+
+    def body(turn: Turn) -> None:
+        if turn.place == 0:
+            first_of_both.wait()
+
+    turns: dict[int, Turn] = run_ranks(nodes, "ordered", body)
     for first, second in nodes:
         assert turns[first].end <= turns[second].start
         assert [turns[first].place, turns[second].place] == [0, 1] and turns[first].count == 2
-    assert turns[4].start < turns[1].end and turns[1].start < turns[4].end
     assert min(JOINED.values()) >= max(turns[2].end, turns[5].end)
 
 

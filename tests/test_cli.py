@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -106,14 +105,14 @@ def test_flex_attention_of_the_target_is_compiled() -> None:
 def test_bad_option_answers_in_a_second_without_torch() -> None:
     code = (
         "import sys; sys.argv = ['main.py', '--preset=tiny', '--nope=1']\n"
-        "import runpy\n"
+        "import runpy, time\n"
         "try: runpy.run_path('launcher/main.py', run_name='__main__')\n"
-        "except SystemExit as end: print('code', int(end.code), 'torch' in sys.modules)"
+        "except SystemExit as end: print(int(end.code), 'torch' in sys.modules, time.process_time())"
     )
-    start = time.monotonic()
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=20)
-    assert time.monotonic() - start < 3, "usually 0.4 s; the margin is for a busy machine"
-    assert done.stdout.strip() == "code 78 False"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    ended, torch_is_there, seconds = done.stdout.split()
+    assert (ended, torch_is_there) == ("78", "False")
+    assert float(seconds) < 2, "of a core; usually 0.4 s, and twice as much on a busy machine"
     assert done.stderr.count("--nope: unknown option") == 1
 
 

