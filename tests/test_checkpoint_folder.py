@@ -5,12 +5,14 @@ from __future__ import annotations
 import pickle
 import shutil
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
 
 from launcher.checkpoint import Checkpointer
 from launcher.checkpoint_folder import checkpoints_of, find_checkpoint, newest_published, published, to_remove
@@ -131,6 +133,26 @@ def test_no_pickle_but_records_is_loaded(saved_run: Path, tmp_path: Path) -> Non
     (folder / ".metadata").write_bytes(pickle.dumps({"f": print}))
     with pytest.raises(pickle.UnpicklingError, match="builtins.print"):
         RecordReader(folder).read_metadata()
+
+
+@dataclass
+class ByName:
+    """Pickled as early releases of Python 3.11 pickle a member of an enum, and as anyone may pickle anything."""
+
+    of: Any
+    name: str
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (self.of, self.name)
+
+
+def test_members_of_enums_are_loaded_by_name_and_nothing_else_is(tmp_path: Path) -> None:
+    member = ByName(_MEM_FORMAT_ENCODING, "TORCH_PRESERVE_FORMAT")
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(Metadata({}, planner_data=member)))
+    assert RecordReader(tmp_path).read_metadata().planner_data is _MEM_FORMAT_ENCODING.TORCH_PRESERVE_FORMAT
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(ByName(Metadata, "__init__")))
+    with pytest.raises(pickle.UnpicklingError, match="takes __init__ of"):
+        RecordReader(tmp_path).read_metadata()
 
 
 def _keep_one(run_dir: Path, best: int) -> list[str]:
