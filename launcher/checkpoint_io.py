@@ -156,7 +156,7 @@ def _member(kind: Any, name: str) -> Any:
     """A member of an enum by name: all of `getattr` that a checkpoint may use."""
     if not isinstance(kind, EnumMeta):
         raise pickle.UnpicklingError(f"{METADATA} takes {name} of {kind!r}, which does not belong in a checkpoint")
-    return kind[name]
+    return kind.__members__[name]
 
 
 def _leaves(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
