@@ -9,7 +9,7 @@ from __future__ import annotations
 import pickle
 import warnings
 from collections.abc import Iterator
-from enum import EnumMeta
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -154,9 +154,9 @@ class _RecordUnpickler(pickle.Unpickler):
 
 def _member(kind: Any, name: str) -> Any:
     """A member of an enum by name: all of `getattr` that a checkpoint may use."""
-    if not isinstance(kind, EnumMeta):
+    if not (isinstance(kind, type) and issubclass(kind, Enum)):
         raise pickle.UnpicklingError(f"{METADATA} takes {name} of {kind!r}, which does not belong in a checkpoint")
-    return kind.__members__[name]
+    return kind[name]
 
 
 def _leaves(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
