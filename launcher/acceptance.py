@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from launcher.config_sections import EvalConfig
 from launcher.exports import export_folder, rate_export
@@ -22,6 +21,7 @@ from launcher.schedule import Schedule, is_due
 from launcher.target_team import TargetTeam
 from models.decode import speculative_generate
 from models.export import export_drafter, load_drafter
+from models.sharding import whole_tensor
 from models.target import load_full_target
 from models.target_ends import load_frozen_ends
 
@@ -144,6 +144,5 @@ def full_weights(drafter_step: DrafterStep) -> dict[str, torch.Tensor]:
     """The drafter's weights, whole, on the host; every drafter rank takes part in gathering them."""
     weights = {}
     for name, weight in drafter_step.drafter.state_dict().items():
-        whole = weight.full_tensor() if isinstance(weight, DTensor) else weight
-        weights[name] = whole.detach().to("cpu", torch.bfloat16)
+        weights[name] = whole_tensor(weight).detach().to("cpu", torch.bfloat16)
     return weights

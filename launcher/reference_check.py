@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.nn.attention.flex_attention import BlockMask
 from torch.nn.functional import embedding, pad
 
@@ -12,6 +11,7 @@ from models.anchors import Anchors
 from models.dflash import DFlashDrafter
 from models.draft_step import BlockInputs, DraftForward, RowBatch
 from models.masks import dense_mask
+from models.sharding import whole_tensor
 
 REFERENCE_BLOCKS = 4
 
@@ -43,7 +43,7 @@ def reference_errors(
     for name, param in drafter.named_parameters():
         grad, want = param.grad, wanted[name]
         assert grad is not None and want is not None
-        gradient_error = max(gradient_error, _relative(_whole(grad), want))
+        gradient_error = max(gradient_error, _relative(whole_tensor(grad), want))
         param.grad = None
     return _relative(hidden[rows].detach(), expected.detach()), gradient_error
 
@@ -94,14 +94,10 @@ def _float32_copy(drafter: DFlashDrafter) -> DFlashDrafter:
     """Dense and never compiled: the class's own forward, not the instance's."""
     with torch.device("meta"):
         copy = DFlashDrafter(drafter.config)
-    weights = {name: _whole(weight).detach().float() for name, weight in drafter.state_dict().items()}
+    weights = {name: whole_tensor(weight).detach().float() for name, weight in drafter.state_dict().items()}
     copy.load_state_dict(weights, assign=True)
     copy.rotary = drafter.rotary
     return copy.requires_grad_(True)
-
-
-def _whole(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def _relative(found: Tensor, wanted: Tensor) -> float:
