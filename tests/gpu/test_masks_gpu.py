@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch.nn.attention.flex_attention import flex_attention
 from torch.nn.functional import scaled_dot_product_attention
+from torch.utils._pytree import tree_leaves
 
 from models.anchors import anchor_generator, sample_anchors
-from models.masks import block_mask, dense_mask
+from models.masks import _tables_on, block_mask, dense_mask, tile_tables
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 
@@ -47,6 +48,16 @@ def test_compiled_flex_equals_sdpa(lengths: tuple[int, ...], padding: int, slots
     found = run(lambda *inputs: compiled(*inputs, block_mask=tiles, enable_gqa=True), torch.bfloat16)
     for got, near, want in zip(found, run(sdpa, torch.bfloat16), run(sdpa, torch.float32), strict=True):
         assert (got - want).norm() < 2 * (near - want).norm() + 1e-3 * want.norm()
+
+
+def test_a_row_of_more_than_128_tiles_has_the_tiles_of_a_short_one() -> None:
+    """Where Inductor of torch 2.11 and 2.12 breaks on a scan (pytorch #180221)."""
+    mask_S, doc_S = packed_row((9000, 7000), 384)
+    anchors = sample_anchors(mask_S, doc_S, 1024, anchor_generator(0, 0, "cuda"))
+    arguments = (anchors.position_N, anchors.keep_N, doc_S, 16)
+    compiled, eager = _tables_on("cuda")(*arguments), tile_tables(*arguments)
+    for found, wanted in zip(tree_leaves(compiled), tree_leaves(eager), strict=True):
+        assert torch.equal(found, wanted)
 
 
 def test_anchors_and_mask_never_wait_and_take_little_memory() -> None:
