@@ -114,6 +114,7 @@ def test_loading_keeps_no_copy_on_the_host(tmp_path: Path) -> None:
 
     config = shape_config("tiny")
     config.hidden_size, config.intermediate_size, config.num_hidden_layers = 1024, 4096, 16
+    config.layer_types = ["full_attention"] * 16
     from transformers import AutoModelForCausalLM
 
     AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(tmp_path, max_shard_size="100MB")
