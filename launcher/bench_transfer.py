@@ -2,7 +2,8 @@
 
 ./launch.sh bench transfer [--shape qwen3-8b] [--context 3072] [--rows 50] [--share-gpus] [--json]
 
-NCCL between two GPUs; gloo through pinned host memory where they share one, and between CPU ranks.
+NCCL between two GPUs; CUDA IPC where they share one (through pinned host memory if that is forbidden, and then it says
+so); gloo between CPU ranks.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from launcher.errors import DeadlineError
 from launcher.meter import Clock, seconds_between
 from launcher.row_layout import RowLayout
 from launcher.transfer import RowReceiver, RowSender
-from launcher.transports import make_transport
+from launcher.transport_choice import make_transport
 
 LIMIT = 120.0
 WARM_UP = 5
@@ -71,6 +72,7 @@ def bench_transfer(options: TransferOptions) -> dict[str, Any]:
         "device": torch.cuda.get_device_name() if options.device == "cuda" else "cpu",
         "torch": torch.__version__,
         "backend": options.backend,
+        "way": control.get("way"),
         **asdict(options),
         "row_mb": round(size / 1e6, 3),
         "row_ms": round(bare * 1e3, 3),
@@ -85,7 +87,7 @@ def bench_transfer(options: TransferOptions) -> dict[str, Any]:
 def transfer_table(report: dict[str, Any]) -> str:
     """The report for people."""
     return (
-        f"{report['device']}, torch {report['torch']}, {report['backend']}"
+        f"{report['device']}, torch {report['torch']}, {report['way']}"
         f"{' on one GPU' if report['shared'] else ''}: rows of {report['row_mb']:.1f} MB\n"
         f"bare: {report['row_ms']:.2f} ms a row, {report['gbs']:.2f} GB/s, {report['rows_per_s']:.0f} rows/s\n"
         f"behind {report['compute_ms']:.1f} ms of compute a row: {report['wait_ms_behind_compute']:.2f} ms of waiting"
@@ -111,7 +113,7 @@ def _rank(rank: int, port: int, options: TransferOptions) -> None:
 
 def _send(options: TransferOptions, device: torch.device, control: Control) -> None:
     assert dist.group.WORLD is not None
-    transport = make_transport(options.backend, dist.group.WORLD, device, LIMIT)
+    transport = make_transport(options.backend, dist.group.WORLD, device, LIMIT, control)
     sender = RowSender(options.layout, SLOTS, device, transport, control, _Patience())
     row = torch.arange(options.context, dtype=torch.int32)
     for index in range(2 * (WARM_UP + options.rows)):
@@ -120,17 +122,20 @@ def _send(options: TransferOptions, device: torch.device, control: Control) -> N
         options.layout.ints(buffer)[0].copy_(row, non_blocking=True)
         sender.offer(index, 1, buffer, options.layout.header(index, row.numpy()))
     sender.drain(lambda: False, LIMIT)
+    sender.close(lambda: False, LIMIT)
 
 
 def _receive(options: TransferOptions, device: torch.device, control: Control) -> None:
     assert dist.group.WORLD is not None
-    transport = make_transport(options.backend, dist.group.WORLD, device, LIMIT)
+    transport = make_transport(options.backend, dist.group.WORLD, device, LIMIT, control)
     receiver = RowReceiver(options.layout, lambda index: 0, device, transport, control, _Patience())
     count = WARM_UP + options.rows
     whole, _ = _take_rows(receiver, Clock(device), range(count), lambda: None)
     control.set("bare", whole)
     compute = _busy(device, COMPUTE * whole)
     _, waits = _take_rows(receiver, Clock(device), range(count, 2 * count), compute)
+    receiver.close()
+    control.set("way", transport.way)
     control.set("compute", COMPUTE * whole)
     control.set("behind", waits)
 

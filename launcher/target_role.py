@@ -20,7 +20,7 @@ from launcher.target_gate import pass_target_gate
 from launcher.target_loading import load_target
 from launcher.target_team import SharedRows, TargetTeam
 from launcher.transfer import RowSender
-from launcher.transports import make_transport
+from launcher.transport_choice import make_transport
 from launcher.warm_up import import_compiler
 from models.draft_step import RowBatch
 from models.target import TappedTarget
@@ -53,6 +53,7 @@ def run_target(rank: Rank, drafter_turns: OrderedTurns, target_turns: OrderedTur
         if step == schedule.last_step or not producer.produce(schedule, step):
             break
     producer.drain()
+    producer.close()
 
 
 def open_rows(rank: Rank, models: Models) -> PackedRows:
@@ -88,8 +89,8 @@ class RowProducer:
         self._sender = self._make_sender() if team.leads else SharedRows(self._layout.buffer(rank.torch_device))
 
     def _make_sender(self) -> RowSender:
-        rank, timeout = self._rank, self._rank.config.runtime.step_timeout
-        transport = make_transport(rank.groups.rows_backend, rank.groups.rows, rank.torch_device, timeout)
+        rank, groups, timeout = self._rank, self._rank.groups, self._rank.config.runtime.step_timeout
+        transport = make_transport(groups.rows_backend, groups.rows, rank.torch_device, timeout, rank.control)
         slots = rank.config.topology.rows_in_flight
         return RowSender(self._layout, slots, rank.torch_device, transport, rank.control, rank.lifecycle)
 
@@ -138,6 +139,11 @@ class RowProducer:
         """Wait until the drafters have taken every row."""
         with self._rank.lifecycle.phase("step", self._patience, defer_stop=True):
             self._sender.drain(self._ended, self._patience)
+
+    def close(self) -> None:
+        """Give the rows' memory back, once the drafters that map it have let go."""
+        with self._rank.lifecycle.phase("step", self._patience, defer_stop=True):
+            self._sender.close(self._ended, self._patience)
 
     def _fill(self, buffer: Tensor, index: int) -> dict[str, object]:
         row = self._rows.row(row_order(len(self._rows), self._rank.config.train.seed, index))

@@ -109,3 +109,6 @@ class SharedRows:
 
     def drain(self, ended: Callable[[], bool], timeout: float) -> None:
         """Nothing is on its way."""
+
+    def close(self, ended: Callable[[], bool], timeout: float) -> None:
+        """Nobody else has this buffer."""

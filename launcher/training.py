@@ -29,7 +29,7 @@ from launcher.schedule import is_due
 from launcher.sinks import MetricsWriter, NoMetrics
 from launcher.topology import Split
 from launcher.transfer import RowReceiver
-from launcher.transports import make_transport
+from launcher.transport_choice import make_transport
 from models.draft_step import RowBatch
 
 log = logging.getLogger("launcher")
@@ -44,9 +44,8 @@ class Training:
         with rank.lifecycle.phase("load", runtime.load_timeout):
             self.step, self.checkpointer, self.schedule = resume(rank, build)
         self.dtype = compute_dtype(rank.config)
-        transport = make_transport(
-            rank.groups.rows_backend, rank.groups.rows, rank.torch_device, collective_patience(runtime)
-        )
+        patience, groups = collective_patience(runtime), rank.groups
+        transport = make_transport(groups.rows_backend, groups.rows, rank.torch_device, patience, rank.control)
         self.receiver = RowReceiver(
             layout, self.schedule.source, rank.torch_device, transport, rank.control, rank.lifecycle
         )
@@ -82,6 +81,7 @@ class Training:
                 return self._start_again(done, better)
             self._evaluate(done, evaluations)
         self._settle(0)
+        self.receiver.close()
         self.metrics.close()
         return self._summary()
 
@@ -95,6 +95,7 @@ class Training:
 
     def _end_if_asked(self, stop: int, done: int) -> None:
         if stop:
+            self.receiver.close()
             self.rank.control.set("ended", done)
             raise StopRequested(ExitCode(stop))
 
@@ -103,6 +104,7 @@ class Training:
         self._save(done, required=True)
         with self.rank.lifecycle.phase("step", self.config.runtime.step_timeout, defer_stop=True):
             self.receiver.drain(self.config.runtime.step_timeout)
+        self.receiver.close()
         self.calibration.ask(split)
         self.rank.control.set("ended", done)
         self.metrics.close()

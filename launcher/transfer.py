@@ -19,7 +19,7 @@ import torch
 from launcher.control import Control
 from launcher.meter import Clock, Mark, RowPace, has_passed, seconds_between
 from launcher.row_layout import RowLayout
-from launcher.transports import Arrival, Transport
+from launcher.transports import Arrival, Departure, Transport
 from models.draft_step import RowBatch
 
 # Rows that a drafter has on their way beside the one it trains on.
@@ -30,10 +30,6 @@ class Waits(Protocol):
     """The part of `Lifecycle` that a transfer needs."""
 
     def wait_until(self, ready: Callable[[], bool], what: str, timeout: float, interval: float = ...) -> None: ...
-
-
-def _nothing() -> None:
-    """Nothing is on its way from this buffer."""
 
 
 @dataclass
@@ -66,10 +62,9 @@ class RowSender:
         lifecycle: Waits,
     ) -> None:
         self._transport, self._control, self._lifecycle, self._clock = transport, control, lifecycle, Clock(device)
-        # Free buffers, each with the wait for its last send.
-        self._free: deque[tuple[torch.Tensor, Callable[[], object]]] = deque(
-            (layout.buffer(device), _nothing) for _ in range(slots)
-        )
+        # Buffers free for a next row once the last one has left them.
+        with transport.memory():
+            self._free = [(layout.buffer(device), Departure()) for _ in range(slots)]
         self._offers: list[_Offer] = []
         self._idle_from: Mark | None = None
         self._start = self._clock.mark()
@@ -79,8 +74,8 @@ class RowSender:
         self._lifecycle.wait_until(lambda: self._pump() or ended(), self._awaited("a free buffer"), timeout)
         if ended():
             return None
-        buffer, sent = self._free.popleft()
-        sent()
+        buffer, sent = self._free.pop(next(place for place, (_, sent) in enumerate(self._free) if sent.gone()))
+        sent.finish()
         self._start = self._clock.mark()
         return buffer
 
@@ -94,12 +89,22 @@ class RowSender:
     def drain(self, ended: Callable[[], bool], timeout: float) -> None:
         """Wait until every offered row is gone, or the run stops."""
         what = self._awaited("the last rows to be taken")
-        self._lifecycle.wait_until(lambda: (self._pump() and not self._offers) or ended(), what, timeout)
-        for _ in range(len(self._free)):
-            buffer, sent = self._free.popleft()
-            sent()  # once only: a gloo send that has been waited for blocks a second wait
-            self._free.append((buffer, _nothing))
+        self._lifecycle.wait_until(lambda: (self._pump() and not self._on_their_way()) or ended(), what, timeout)
+        for place, (buffer, sent) in enumerate(self._free):
+            if sent.gone():
+                sent.finish()  # once only: a gloo send that has been waited for blocks a second wait
+                self._free[place] = buffer, Departure()
         self._idle_from = None  # what follows is no wait for drafters: an evaluation, or the end
+
+    def close(self, ended: Callable[[], bool], timeout: float) -> None:
+        """Give the buffers back, after `drain`; where drafters have mapped them, once those have let go."""
+        what = "the drafters to let go of the rows' memory"
+        self._lifecycle.wait_until(lambda: self._transport.closable() or ended(), what, timeout)
+        self._free.clear()
+        self._transport.close()
+
+    def _on_their_way(self) -> bool:
+        return bool(self._offers) or not all(sent.gone() for _, sent in self._free)
 
     def _pump(self) -> bool:
         """Announce what is computed, send what is asked for; True when a buffer is free."""
@@ -112,11 +117,12 @@ class RowSender:
                 self._send(offer)
             else:
                 holding.add(offer.rank)
-        return bool(self._free)
+        return any(sent.gone() for _, sent in self._free)
 
     def _announce(self, offer: _Offer) -> None:
         if not offer.announced and has_passed(offer.end):
-            self._control.set(f"ready/{offer.index}", offer.announcement())
+            place = self._transport.place(offer.buffer, offer.rank)
+            self._control.set(f"ready/{offer.index}", offer.announcement() | place)
             offer.announced = True
 
     def _send(self, offer: _Offer) -> None:
@@ -202,6 +208,10 @@ class RowReceiver:
             row.arrival.finish()
         self._coming.clear()
 
+    def close(self) -> None:
+        """Let go of what the targets share; nothing is on its way, and no row is asked for any more."""
+        self._transport.close()
+
     def paces(self) -> list[RowPace]:
         """How the rows taken since the last call came about."""
         paces, self._paces = self._paces, []
@@ -215,6 +225,6 @@ class RowReceiver:
         self._layout.check(header, index, source)
         slot = self._free.popleft()
         self._control.set(f"go/{index}", True)
-        arrival = self._transport.receive(slot.buffer, source, slot.released, self._layout.checksum)
+        arrival = self._transport.receive(slot.buffer, source, slot.released, self._layout.checksum, header)
         self._coming.append(_Coming(index, slot, header, arrival))
         return True

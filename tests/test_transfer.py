@@ -17,7 +17,8 @@ from hypothesis.extra.numpy import arrays
 from launcher.control import Control
 from launcher.row_layout import HeaderMismatch, RowLayout, checksum_of
 from launcher.transfer import RowReceiver, RowSender
-from launcher.transports import GlooTransport
+from launcher.transports import Departure, GlooTransport, Transport
+from models.draft_step import RowBatch
 from tests.rank_pool import run_ranks
 
 LAYOUT = RowLayout(row_length=48, width=10, dtype=torch.bfloat16)
@@ -44,6 +45,19 @@ def row(index: int) -> dict[str, torch.Tensor]:
     }
 
 
+def fill(buffer: torch.Tensor, index: int) -> None:
+    for part, value in row(index).items():
+        getattr(LAYOUT, part)(buffer).copy_(value)
+
+
+def check(batch: RowBatch, index: int) -> None:
+    wanted = row(index)
+    assert batch.index == index and batch.ids.dtype == torch.int64
+    assert torch.equal(batch.features.cpu(), wanted["features"])
+    assert torch.equal(torch.stack([batch.ids, batch.doc, batch.positions]).cpu(), wanted["ints"].long())
+    assert torch.equal(batch.loss_mask.cpu(), wanted["loss_mask"].bool())
+
+
 @dataclass(frozen=True)
 class Pace:
     """Seconds that the sides take for a row, and a row whose ids are spoiled after its header was made."""
@@ -68,9 +82,7 @@ def run_pair(port: int, pace: Pace) -> None:
             buffer = sender.slot(lambda: False, 20)
             assert buffer is not None
             time.sleep(pace.target)
-            LAYOUT.features(buffer).copy_(row(index)["features"])
-            LAYOUT.ints(buffer).copy_(row(index)["ints"])
-            LAYOUT.loss_mask(buffer).copy_(row(index)["loss_mask"])
+            fill(buffer, index)
             if index == pace.spoiled:
                 LAYOUT.ints(buffer)[0, 7] += 1
             control.set(f"made/{index}", time.time())
@@ -94,11 +106,7 @@ def receive_all(receiver: RowReceiver, control: Control, pace: Pace) -> None:
         control.set(f"taken/{index}", time.time())
         receiver.prefetch(range(index + 1, min(index + 3, ROWS)))
         time.sleep(pace.drafter)
-        wanted = row(index)
-        assert batch.index == index and batch.ids.dtype == torch.int64
-        assert torch.equal(batch.features, wanted["features"])
-        assert torch.equal(torch.stack([batch.ids, batch.doc, batch.positions]), wanted["ints"].long())
-        assert torch.equal(batch.loss_mask, wanted["loss_mask"].bool())
+        check(batch, index)
     control.set("paces", [vars(pace) for pace in receiver.paces()])
     assert receiver.paces() == []
 
@@ -173,7 +181,7 @@ def test_the_checksum_is_the_same_on_both_sides_and_sees_changes_and_swaps(
 
 def test_stopping_gives_no_buffer() -> None:
     server = Control("127.0.0.1", 0, "test", serve=True)
-    sender = RowSender(LAYOUT, 1, torch.device("cpu"), cast(Any, None), server, cast(Any, StandIn()))
+    sender = RowSender(LAYOUT, 1, torch.device("cpu"), Sent(), server, cast(Any, StandIn()))
     assert sender.slot(lambda: True, 5) is None
 
 
@@ -198,19 +206,23 @@ class AsksBetweenLooks:
 
 
 @dataclass
-class Sent:
+class Sent(Transport):
     """A transport that notes the first byte of each row and who gets it."""
 
+    way = "noted"
     rows: list[tuple[int, int]] = field(default_factory=list)
 
-    def send(self, buffer: torch.Tensor, rank: int) -> Any:
+    def receive(self, *arguments: Any, **named: Any) -> Any:
+        raise AssertionError("it only sends")
+
+    def send(self, buffer: torch.Tensor, rank: int) -> Departure:
         self.rows.append((int(buffer[0]), rank))
-        return lambda: None
+        return Departure()
 
 
 def test_rows_leave_in_the_order_that_a_drafter_asks_for_them() -> None:
     control, transport = AsksBetweenLooks(), Sent()
-    sender = RowSender(LAYOUT, 3, torch.device("cpu"), cast(Any, transport), cast(Any, control), cast(Any, StandIn()))
+    sender = RowSender(LAYOUT, 3, torch.device("cpu"), transport, cast(Any, control), cast(Any, StandIn()))
     for index, drafter in ((1, 7), (2, 8), (3, 7)):
         buffer = sender.slot(lambda: False, 5)
         assert buffer is not None
