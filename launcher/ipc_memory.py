@@ -52,26 +52,33 @@ class SharedMemory(Protocol):
     def collect(self) -> None: ...
 
 
+@contextmanager
+def outside_expandable_segments() -> Iterator[None]:
+    """Another process gets at expandable segments only by the system call pidfd_getfd, which containers forbid.
+
+    The allocator hands out no block of theirs meanwhile (`get_free_block` in CUDACachingAllocator.cpp). Settings that
+    are left out go back to their defaults, so all of them are said again.
+    """
+    settings = os.environ.get("PYTORCH_ALLOC_CONF", os.environ.get("PYTORCH_CUDA_ALLOC_CONF", ""))
+    if not _EXPANDABLE.search(settings):
+        yield
+        return
+    change = torch._C._accelerator_setAllocatorSettings
+    change(_EXPANDABLE.sub(r"\1False", settings))
+    try:
+        yield
+    finally:
+        change(settings)
+
+
 class CudaMemory:
     """One rank's GPU. Every rank calls its own by one index, whichever it is: a mapping of another one works alike."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._stream, self._used = device, torch.cuda.Stream(device), False
 
-    @contextmanager
-    def exportable(self) -> Iterator[None]:
-        """Allocate outside expandable segments: another process gets at those only by the system call pidfd_getfd,
-        which containers forbid. The allocator hands out no block of theirs meanwhile (its `get_free_block`)."""
-        settings = os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or os.environ.get("PYTORCH_ALLOC_CONF", "")
-        if not _EXPANDABLE.search(settings):
-            yield
-            return
-        change = torch._C._accelerator_setAllocatorSettings
-        change(_EXPANDABLE.sub(r"\1False", settings))
-        try:
-            yield
-        finally:
-            change(settings)
+    def exportable(self) -> AbstractContextManager[None]:
+        return outside_expandable_segments()
 
     def hold(self, data: bytes) -> torch.Tensor:
         """The bytes in memory of the GPU, complete."""

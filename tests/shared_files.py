@@ -81,6 +81,7 @@ class SharedFiles:
     def settle(self) -> None:
         for copy in self.copies:
             copy.wait()
+        self.copies.clear()
 
     def collect(self) -> None:
         """Nothing to look through."""

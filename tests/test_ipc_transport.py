@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -13,6 +15,7 @@ import torch.distributed as dist
 
 from launcher.control import Control
 from launcher.ipc_imports import Imports
+from launcher.ipc_memory import outside_expandable_segments
 from launcher.ipc_transport import IpcTransport
 from launcher.transfer import RowReceiver, RowSender
 from launcher.transports import GlooTransport
@@ -32,6 +35,7 @@ class Seen:
     warnings: list[str]
     exports: int
     opened: int
+    left: list[str]
 
 
 def run_rank(port: int, forbidden: str, delay: float) -> Seen:
@@ -44,7 +48,8 @@ def run_rank(port: int, forbidden: str, delay: float) -> Seen:
             send_rows(RowSender(LAYOUT, SLOTS, CPU, transport, control, cast(Any, StandIn())), transport)
         else:
             take_rows(RowReceiver(LAYOUT, lambda index: 0, CPU, transport, control, cast(Any, StandIn())), rank)
-    return Seen(transport.way, warnings, memory.exports, memory.opened)
+    left = [path.name for path in Path("/dev/shm").glob(f"torch_{os.getpid()}_*")]
+    return Seen(transport.way, warnings, memory.exports, memory.opened, left)
 
 
 def send_rows(sender: RowSender, transport: IpcTransport) -> None:
@@ -82,6 +87,7 @@ def test_rows_are_copied_out_of_the_targets_own_buffers_each_mapped_once() -> No
     target, *drafters = play(delay=0.02)
     assert {one.way for one in (target, *drafters)} == {"CUDA IPC"}
     assert target.exports <= DRAFTERS * (SLOTS + 1) < ROWS and not target.warnings
+    assert target.left == [], "its memory goes once the drafters have let go"
     for drafter in drafters:
         assert drafter.opened <= SLOTS + 1 and not drafter.warnings
     assert sum(drafter.opened for drafter in drafters) == target.exports, "torch counts each export as one mapping"
@@ -169,3 +175,18 @@ def test_a_copy_that_fails_ends_the_drafter_at_its_next_row_and_is_told_at_once(
     with pytest.raises(RuntimeError, match="illegal memory access"):
         imports.tell_when(Broken(), 0, {"row": 1})
     assert not server.has("ipc/0/1/copied/0")
+
+
+@pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+def test_what_is_exported_lies_outside_expandable_segments(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings, current = "max_split_size_mb:128,expandable_segments:True", torch._C._accelerator_getAllocatorSettings
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
+    monkeypatch.setenv(name, settings)
+    torch._C._accelerator_setAllocatorSettings(settings)
+    try:
+        with pytest.raises(MemoryError), outside_expandable_segments():
+            assert current() == "max_split_size_mb:128,expandable_segments:False"
+            raise MemoryError
+        assert current() == settings
+    finally:
+        torch._C._accelerator_setAllocatorSettings("")

@@ -47,16 +47,16 @@ def test_rows_go_by_nccl_and_vanish_behind_compute() -> None:
 
 @one_gpu
 @pytest.mark.gpu
-def test_two_ranks_of_one_gpu_hand_rows_over_through_the_host() -> None:
-    report = bench("transfer", "--share-gpus", "--context", "1024", limit=300)
-    assert report["backend"] == "gloo" and report["gbs"] > 0.2
+def test_two_ranks_of_one_gpu_hand_rows_over_by_ipc() -> None:
+    report = bench("transfer", "--share-gpus", limit=300)
+    assert report["way"] == "CUDA IPC" and report["gbs"] > 5
 
 
 @one_gpu
 @pytest.mark.gpu
 @pytest.mark.parametrize("split", [(1, 1), (2, 2), (5, 3)], ids=str)
 def test_more_ranks_than_gpus_train_to_the_end(split: tuple[int, int], tmp_path: Path) -> None:
-    """FSDP2 over gloo among drafters of one GPU, rows through the host, a save and an evaluation."""
+    """FSDP2 over gloo among drafters of one GPU, rows by CUDA IPC, a save and an evaluation."""
     targets, drafters = split
     words = ["--preset=tiny", "--device=cuda", "--runtime.share_gpus=true", "--target.dtype=auto", "--max-steps=12"]
     words += ["--train.precision=auto", f"--topology.targets={targets}", f"--topology.drafters={drafters}"]
@@ -71,6 +71,7 @@ def test_more_ranks_than_gpus_train_to_the_end(split: tuple[int, int], tmp_path:
         timeout=900,
     )
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+    assert "CUDA IPC cannot be used" not in done.stdout
     status = json.loads((tmp_path / "status.json").read_text())
     assert (status["state"], status["step"]) == ("finished", 12)
     losses = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
