@@ -64,7 +64,7 @@ def join_groups(
     )
     limit = timedelta(seconds=patience)
     stack.callback(dist.destroy_process_group)
-    # NCCL refuses two ranks on one GPU; gloo then carries rows through the host.
+    # NCCL refuses two ranks on one GPU; rows then go by CUDA IPC, or by gloo through the host.
     backend = "nccl" if device.kind == "cuda" and not device.shared else "gloo"
     nodes = topology.leaders_by_node("drafter")
     rows = _new_group(backend=backend, timeout=limit)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from launcher.control import Control
-from launcher.ipc_memory import SharedMemory, Words, pair_key
+from launcher.ipc_memory import SharedMemory, Words, first_line, pair_key
 from launcher.transports import Departure
 
 PROBE_BYTES = 64
@@ -73,8 +73,8 @@ class Exports:
         try:
             offer = {"words": self._memory.export(self._probe), "value": self._value.hex()}
         except RuntimeError as error:
-            self._refusals[drafter] = str(error)
-            offer = {"refused": f"rank {self._rank} cannot export memory: {error}"}
+            self._refusals[drafter] = reason = f"rank {self._rank} cannot export memory: {first_line(error)}"
+            offer = {"refused": reason}
         self._control.set(f"{pair_key(self._rank, drafter)}/probe", offer)
 
 

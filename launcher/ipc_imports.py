@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from launcher.control import Control
-from launcher.ipc_memory import Landing, SharedMemory, pair_key
+from launcher.ipc_memory import Landing, SharedMemory, first_line, pair_key
 
 log = logging.getLogger("launcher")
 WARNED = "ipc/warned"
@@ -71,7 +71,7 @@ class Imports:
         try:
             value = self._memory.read(self._memory.open(offer["words"]))
         except RuntimeError as error:
-            return f"rank {self._rank} cannot map memory of rank {source}: {error}"
+            return f"rank {self._rank} cannot map memory of rank {source}: {first_line(error)}"
         if value.hex() != offer["value"]:
             return f"rank {self._rank} reads other bytes in the memory of rank {source} than lie there"
         return None

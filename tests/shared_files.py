@@ -88,7 +88,7 @@ class SharedFiles:
 
     def _try(self, what: str) -> None:
         if what == self.forbidden:
-            raise RuntimeError(f"{what}: operation not permitted")
+            raise RuntimeError(f"{what}: operation not permitted\nand much advice")
 
 
 @contextmanager
