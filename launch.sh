@@ -138,7 +138,9 @@ run_tests() {
     run "$python" -m ruff check .
     run "$python" -m ruff format --check .
     run "$python" -m pyrefly check
-    exec "$python" -m pytest "$@"
+    # Three workers keep two cores busy while tests wait; the last of several -n counts. A worker that dies ends the
+    # tests: xdist would hand the test that killed it to the next one, and may wait for ever.
+    exec "$python" -m pytest -n 3 --max-worker-restart 0 "$@"
 }
 
 if [ "${1:-}" = test ]; then

@@ -38,9 +38,12 @@ class PackedRows:
     """Rows of one length, read from memory-mapped Arrow files as they are asked for."""
 
     def __init__(self, folder: Path) -> None:
-        from datasets import Dataset
+        import pyarrow
 
-        self._rows: Any = Dataset.load_from_disk(str(folder / "rows")).with_format("numpy")
+        # Written by datasets, which would import pandas to read them: a second of every start.
+        parts = json.loads((folder / "rows" / "state.json").read_text())["_data_files"]
+        maps = [pyarrow.memory_map(str(folder / "rows" / part["filename"])) for part in parts]
+        self._rows: Any = pyarrow.concat_tables([pyarrow.ipc.open_stream(file).read_all() for file in maps])
         self.stats = PackStats(**json.loads((folder / "stats.json").read_text()))
 
     def __len__(self) -> int:
@@ -48,12 +51,17 @@ class PackedRows:
 
     def row(self, index: int) -> Row:
         """One row: ids, doc and positions int32 [S], loss_mask bool [S]."""
-        stored = self._rows[index]
-        return layout_row(stored["ids"].astype(np.int32), stored["loss_mask"], stored["lengths"].tolist())
+        tokens, mask = self._stored("ids", index), self._stored("loss_mask", index)
+        ids = tokens.to_numpy(zero_copy_only=False, writable=True)
+        loss_mask = mask.to_numpy(zero_copy_only=False, writable=True)
+        return layout_row(ids, loss_mask, self._stored("lengths", index).to_pylist())
 
     def chats(self, index: int) -> list[str]:
         """`file:line` of each document of a row, for error messages."""
-        return self._rows[index]["where"].tolist()
+        return self._stored("where", index).to_pylist()
+
+    def _stored(self, name: str, index: int) -> Any:
+        return self._rows[name][index].values
 
 
 def prepare_rows(

@@ -121,6 +121,9 @@ def run_trial(
         code = process.wait(limit)
     except subprocess.TimeoutExpired:
         code = NEVER
+    except BaseException:  # a test's time limit, or Ctrl-C
+        _end_marked(mark)
+        raise
     seconds = time.monotonic() - began
     left = _end_marked(mark)
     process.wait()

@@ -155,7 +155,7 @@ def test_test_installs_its_extras_and_ends_with_pytest(clone: Clone) -> None:
         "ruff check .",
         "ruff format --check .",
         "pyrefly check",
-        "pytest -k mask",
+        "pytest -n 3 --max-worker-restart 0 -k mask",
     ]
     assert clone.launch("test", RUFF_FAILS="1").returncode != 0
 

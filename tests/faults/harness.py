@@ -1,7 +1,6 @@
 """Scenarios of injected faults: starts of the real launcher in one run folder, and what must hold after each.
 
-All scenarios of the collected tests run in a small pool (tests/conftest.py), because most of their time is imports and
-waits; a test then looks at the results of its own.
+A scenario is played by the first test that looks at it (conftest.py); its other tests look at the same results.
 """
 
 from __future__ import annotations
