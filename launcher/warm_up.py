@@ -6,6 +6,7 @@ that needs a turn.
 
 from __future__ import annotations
 
+import os
 from importlib import import_module
 from importlib.util import find_spec
 
@@ -50,7 +51,8 @@ def warm_up(device: torch.device, dtype: torch.dtype, group: dist.ProcessGroup |
 
 def import_compiler(device: torch.device) -> None:
     """Import what the first compile for `device` would, unless compiling is turned off."""
-    if torch._dynamo.config.disable:
+    # torch.compile looks at both; this option follows TORCH_COMPILE_DISABLE alone.
+    if torch._dynamo.config.disable or os.environ.get("TORCHDYNAMO_DISABLE") == "1":
         return
     for name in COMPILER + GPU if device.type == "cuda" else COMPILER:
         # Some exist in some versions of torch only.
