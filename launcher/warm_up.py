@@ -36,7 +36,14 @@ COMPILER = (
     "torch.fx.experimental.validator",
     "torch.utils.cpp_extension",
 )
-GPU = ("triton", "triton.compiler", "triton.language", "models.loss_kernels", "models.master_kernels")
+GPU = (
+    "triton",
+    "triton.compiler",
+    "triton.language",
+    "models.float8_kernels",
+    "models.loss_kernels",
+    "models.master_kernels",
+)
 
 
 def warm_up(device: torch.device, dtype: torch.dtype, group: dist.ProcessGroup | None) -> None:

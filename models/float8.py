@@ -44,7 +44,26 @@ def quantize_transposed(x_RC: Tensor, scale_R1: Tensor) -> tuple[Tensor, Tensor]
     A scale for each column would need a reduction over columns, which costs more than the GEMM gains from it.
     """
     scale = scale_R1.amax()
-    return (x_RC.float() / scale).to(E4M3).t().contiguous(), scale.expand(x_RC.shape[1], 1).contiguous()
+    return transpose8(x_RC, scale), scale.expand(x_RC.shape[1], 1).contiguous()
+
+
+@torch.library.custom_op("dflash::transpose8", mutates_args=())
+def transpose8(x_RC: Tensor, scale: Tensor) -> Tensor:
+    """(x / scale).T in e4m3, [C, R], contiguous, under a float32 scalar. An operator of its own, so that Inductor does
+    not fuse it: a kernel that computes rows writes columns slowly."""
+    return (x_RC.float() / scale).to(E4M3).t().contiguous()
+
+
+@transpose8.register_kernel("cuda")
+def _(x_RC: Tensor, scale: Tensor) -> Tensor:
+    from models import float8_kernels  # Triton comes with CUDA builds of torch only
+
+    return float8_kernels.transpose8(x_RC, scale, E4M3)
+
+
+@transpose8.register_fake
+def _(x_RC: Tensor, scale: Tensor) -> Tensor:
+    return x_RC.new_empty((x_RC.shape[1], x_RC.shape[0]), dtype=E4M3)
 
 
 class _Linear8(torch.autograd.Function):

@@ -7,7 +7,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from models import loss_reference
-from models.float8 import E4M3, Head8, linear8
+from models.float8 import E4M3, Head8, linear8, transpose8
 from models.loss import draft_loss
 from models.master_weights import MasterWeights
 
@@ -83,6 +83,16 @@ def test_float8_loss_and_gradient_are_near_bfloat16() -> None:
     (want, want_grad), (found, grad) = results
     torch.testing.assert_close(found, want, rtol=1e-2, atol=0)
     assert (grad - want_grad).norm() < 0.05 * want_grad.norm()
+
+
+@pytest.mark.skipif(torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 9), reason="needs float8")
+@pytest.mark.parametrize(("rows", "columns"), [(256, 128), (208, 48), (16, 400)])
+def test_transposing_to_float8_is_the_reference(rows: int, columns: int) -> None:
+    x = torch.randn(rows, columns + 16, device="cuda", dtype=torch.bfloat16)[:, :columns]
+    scale = x.abs().amax().float() / 448
+    found = transpose8(x, scale)
+    assert found.is_contiguous() and found.dtype == E4M3
+    assert torch.equal(found.float(), (x.float() / scale).to(E4M3).t().float())
 
 
 @pytest.mark.skipif(torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 9), reason="needs float8")
