@@ -109,11 +109,15 @@ def classify_tiles(low_N: Tensor, high_N: Tensor, block_size: int, row_length: i
 def _ordered(tiles: Tensor) -> tuple[Tensor, Tensor]:
     """Per row of tiles, how many are set, and all indices with the set ones first; int32 [..., R] and [..., R, C].
 
-    By sorting, not by a running sum: Inductor of torch 2.11 and 2.12 cannot fuse a scan over more than 128 (pytorch
-    #180221), which is a row of 16,384 tokens.
+    The running sum is a product with a triangle of ones, exact in float32: Inductor of torch 2.11 and 2.12 cannot fuse
+    a scan over more than 128 (pytorch #180221), which is a row of 16,384 tokens.
     """
-    index = torch.sort((~tiles).to(torch.int8), dim=-1, stable=True).indices
-    return tiles.sum(-1, dtype=torch.int32), index.int()
+    columns = torch.arange(tiles.shape[-1], device=tiles.device)
+    rank = (tiles.float() @ (columns[:, None] <= columns).float()).long()
+    count = rank[..., -1:]
+    place = torch.where(tiles, rank - 1, count + columns - rank)
+    index = torch.empty_like(place).scatter(-1, place, columns.expand_as(place))
+    return count[..., 0].int().contiguous(), index.int().contiguous()
 
 
 def order_tiles(partial: Tensor, full: Tensor) -> Tiles:
@@ -124,6 +128,8 @@ def order_tiles(partial: Tensor, full: Tensor) -> Tiles:
 
 def sparse_mask(tiles: Tiles, lengths: tuple[int, int], mask_mod: Callable[..., Tensor]) -> BlockMask:
     """The BlockMask over `lengths` queries and keys that visits `tiles`; `mask_mod` decides in the partial ones."""
+    # FlexAttention's kernels walk along a row of indices without asking for its stride.
+    assert all(table.is_contiguous() for table in tiles), "a table of tiles is not contiguous"
     kv_count, kv_index, q_count, q_index = (table[:, None, None] for table in tiles)
     return BlockMask(
         seq_lengths=lengths,
