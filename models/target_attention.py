@@ -24,7 +24,7 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
 
 from models.attention import FLEX_OPTIONS
-from models.masks import TILE, Tiles, document_starts, order_tiles, sparse_mask
+from models.masks import TILE, Tiles, document_starts, sparse_mask
 
 NAME = "packed_flex"
 """What transformers knows this attention by."""
@@ -79,26 +79,43 @@ def attention_starts(doc_S: Tensor, window: int | None) -> Tensor:
     return first_S if window is None else torch.maximum(first_S, index_S - window + 1)
 
 
-def causal_tiles(doc_S: Tensor, window: int | None) -> tuple[Tiles, Tensor]:
-    """Tiles to visit, and the first key of each query, int32, up to the end of the last tile.
+def causal_tiles(doc_S: Tensor, window: int | None) -> tuple[tuple[tuple[Tensor, Tensor], ...], Tensor]:
+    """Tables of tiles, those of `Tiles` as pairs (partial, full), and the first key of each query, int32, up to the end
+    of the last tile.
 
-    The bounds never go down from query to query, so a tile of rows sees the interval from its first row's start to its
-    last row, and it sees a tile of keys whole if its last row's start and its first row enclose it.
+    The bounds never go down from query to query. So row i of tiles sees an interval that ends on the diagonal: partly
+    from the tile of its first query's start, whole from where its last query's start lets it. Columns follow as
+    intervals of rows, and every table is a few sums. Stacking them is left to the caller: fused with that, Inductor of
+    torch 2.11 fails to compile.
     """
     length, device = doc_S.shape[0], doc_S.device
-    first_S = attention_starts(doc_S, window)
     count = -(-length // TILE)
-    begin = torch.arange(count, device=device) * TILE
-    end = begin + TILE - 1
-    low, high = first_S[begin], first_S[end.clamp(max=length - 1)]
-    seen = (low[:, None] <= end) & (begin <= end[:, None])
-    full = (high[:, None] <= begin) & (begin[:, None] >= end) & (end[:, None] < length)
+    first_S = attention_starts(doc_S, window)
     padded = torch.nn.functional.pad(first_S, (0, count * TILE - length), value=count * TILE)
-    return order_tiles(seen & ~full, full), padded.int()
+    starts = padded.view(count, TILE)
+    tile = torch.arange(count, device=device)
+    seen_from = starts[:, 0] // TILE
+    full_from = torch.minimum((starts[:, -1] + TILE - 1) // TILE, tile)  # never its own tile, nor in a cut last row
+    seen_to = (seen_from[:, None] <= tile).sum(0) - 1  # by column: the last row that sees it
+    full_to = (full_from[:, None] <= tile).sum(0) - 1
+    own, step = tile[:, None], tile[None, :]
+    # Past their counts the lists hold any tiles.
+    before = (full_from - seen_from)[:, None]
+    row_partial = torch.where(step < before, seen_from[:, None] + step, own + step - before) % count
+    row_full = (full_from[:, None] + step) % count
+    column_partial = torch.where(step == 0, own, full_to[:, None] + step) % count
+    column_full = (own + 1 + step) % count
+    tables = (
+        (full_from - seen_from + 1, tile - full_from),
+        (row_partial, row_full),
+        (seen_to - full_to + 1, full_to - tile),
+        (column_partial, column_full),
+    )
+    return tuple((partial.int(), full.int()) for partial, full in tables), padded.int()
 
 
 @cache
-def _tiles_on(device_type: str) -> Callable[..., tuple[Tiles, Tensor]]:
+def _tiles_on(device_type: str) -> Callable[..., tuple[tuple[tuple[Tensor, Tensor], ...], Tensor]]:
     """Compiled on GPUs, where each of some 40 small kernels would cost more to launch than to run."""
     return torch.compile(causal_tiles, dynamic=False, fullgraph=True) if device_type == "cuda" else causal_tiles
 
@@ -106,13 +123,13 @@ def _tiles_on(device_type: str) -> Callable[..., tuple[Tiles, Tensor]]:
 def causal_mask(doc_S: Tensor, window: int | None = None) -> BlockMask:
     """The mask of a packed row: causal, within documents, within `window` keys where given. No wait for the device."""
     make_tiles = causal_tiles if _uncompiled.get() else _tiles_on(doc_S.device.type)
-    tiles, first_S = make_tiles(doc_S, window)
+    tables, first_S = make_tiles(doc_S, window)
 
     def within_document_and_window(batch: Tensor, head: Tensor, q_index: Tensor, kv_index: Tensor) -> Tensor:
         return (kv_index <= q_index) & (kv_index >= first_S[q_index])
 
     length = doc_S.shape[0]
-    return sparse_mask(tiles, (length, length), within_document_and_window)
+    return sparse_mask(Tiles(*map(torch.stack, tables)), (length, length), within_document_and_window)
 
 
 def _mask(*, config: PreTrainedConfig, local_size: int | None = None, use_vmap: bool = False, **_: Any) -> BlockMask:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import flex_attention
 
-from models.masks import TILE
+from models.masks import TILE, Tiles
 from models.target import load_tapped_target
 from models.target_attention import attention_starts, causal_mask, causal_tiles
 from tests.small_targets import FAMILIES, LAYER_IDS, packed_row, save_small
@@ -47,12 +47,18 @@ def test_tiles_are_those_of_the_predicate(lengths: list[int], padding: int, wind
     wanted, size = visible(doc, window), -len(doc) % TILE
     grid = torch.nn.functional.pad(wanted, (0, size, 0, size)).unflatten(0, (-1, TILE)).unflatten(2, (-1, TILE))
     some, whole = grid.any(1).any(-1), grid.all(1).all(-1)
-    tiles, first = causal_tiles(doc, window)
-    for kind, expected in enumerate((some & ~whole, whole)):
-        found = torch.zeros_like(some)
-        for row, count in enumerate(tiles.kv_count[kind]):
-            found[row, tiles.kv_index[kind, row, :count].long()] = True
-        assert torch.equal(found, expected)
+    tables, first = causal_tiles(doc, window)
+    tiles = Tiles(*map(torch.stack, tables))
+    by_row, by_column = (tiles.kv_count, tiles.kv_index), (tiles.q_count, tiles.q_index)
+    for (counts, indices), turned in ((by_row, False), (by_column, True)):
+        for kind, expected in enumerate((some & ~whole, whole)):
+            found = torch.zeros_like(some)
+            for row, count in enumerate(counts[kind]):
+                listed = indices[kind, row, :count].long()
+                assert torch.equal(listed, listed.unique()), "a tile comes twice, or out of order"
+                found[row, listed] = True
+            assert torch.equal(found.mT if turned else found, expected)
+        assert int(indices.min()) >= 0 and int(indices.max()) < len(some)
     assert torch.equal(wanted.int().argmax(1), attention_starts(doc, window))
     assert len(first) % TILE == 0 and int(first[len(doc) :].sum()) == len(first[len(doc) :]) * len(first)
 
