@@ -76,7 +76,9 @@ def join_groups(
     target = _own_group(targets, env.rank, backend, limit) if topology.split.target_tp > 1 else None
     if drafters is None:
         return Groups(rows, backend, target=target)
-    solo = _new_group([env.rank], backend=backend, timeout=limit, use_local_synchronization=True)
+    # Alone on its GPU as far as NCCL can tell: a turn's weights stay off the host, also where ranks share the GPU.
+    alone = "nccl" if device.kind == "cuda" else "gloo"
+    solo = _new_group([env.rank], backend=alone, timeout=limit, use_local_synchronization=True)
     return Groups(rows, backend, drafters, copies, votes, saves, solo)
 
 
