@@ -39,6 +39,7 @@ MIN_SHARED_MEMORY = GIB // 2
 MIN_FREE_DISK = 5 * GIB
 MIN_OPEN_FILES = 1024
 COMPILE_SECONDS = 180
+P2P_READ = 0  # nvidia-ml-py holds NVML_P2P_CAPS_INDEX_READ as a tuple, which its own call refuses
 OVERRIDDEN = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
 NOTED = ("CUDA_", "NCCL_", "TORCH", "PYTORCH_", "TRITON_", "GLOO_", "OMP_", "HF_", "LAUNCHER_")
 TRIAL = """
@@ -141,7 +142,7 @@ def _check_gpu(pynvml: Any, index: int, handle: Any) -> Check:
 
 def _peers(pynvml: Any, a: Any, b: Any) -> bool:
     try:
-        status = pynvml.nvmlDeviceGetP2PStatus(a, b, pynvml.NVML_P2P_CAPS_INDEX_READ)
+        status = pynvml.nvmlDeviceGetP2PStatus(a, b, P2P_READ)
     except pynvml.NVMLError:
         return False
     return status == pynvml.NVML_P2P_STATUS_OK

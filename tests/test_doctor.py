@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +18,7 @@ class FakeNvml:
     """Two GPUs without a way between them; a process holds the second."""
 
     NVMLError = pynvml.NVMLError
-    NVML_P2P_CAPS_INDEX_READ = NVML_P2P_STATUS_OK = 0
+    NVML_P2P_CAPS_INDEX_READ, NVML_P2P_STATUS_OK = (0,), 0  # as in nvidia-ml-py
 
     def __getattr__(self, name: str) -> Any:
         answers = {
@@ -28,7 +29,7 @@ class FakeNvml:
             "nvmlDeviceGetComputeRunningProcesses": lambda handle: [SimpleNamespace(pid=4242)] * handle,
             "nvmlDeviceGetName": lambda handle: "GPU",
             "nvmlDeviceGetUUID": lambda handle: f"UUID-{handle}",
-            "nvmlDeviceGetP2PStatus": lambda a, b, what: 1,
+            "nvmlDeviceGetP2PStatus": lambda a, b, what: ctypes.c_int(what).value + 1,
         }
         return answers[name]
 
