@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 
 from launcher.compile_proof import Proof
 from launcher.control import Control
+from launcher.whole_files import write_whole
 
 
 @dataclass(frozen=True)
@@ -71,6 +71,5 @@ class TurnBook:
         keys = [f"report/{rank}" for rank in self._ranks]
         turns = [turn for key in keys if (turn := self._control.get(key)) is not None]
         verified = len(turns) == len(keys) and all(turn["verified"] for turn in turns)
-        temporary = self._path.with_suffix(f".{os.getpid()}.tmp")
-        temporary.write_text(json.dumps({**self._header, "verified": verified, "turns": turns}, indent=2) + "\n")
-        os.replace(temporary, self._path)
+        document = {**self._header, "verified": verified, "turns": turns}
+        write_whole(self._path, json.dumps(document, indent=2) + "\n")

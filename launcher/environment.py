@@ -8,13 +8,13 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterable
 from pathlib import Path
 
 from launcher.command_parser import CommandParser
 from launcher.errors import UserError
 from launcher.fingerprint import Change, Fingerprint, collect, diff, digest
+from launcher.whole_files import write_whole
 
 FILE_NAME = "environment.json"
 LOCK_NAME = "environment.lock"
@@ -79,12 +79,11 @@ def check_lock(config_file: Path | None, current: Fingerprint) -> None:
 def copy_lock(config_file: Path | None, run_dir: Path) -> None:
     """Put the lock beside a config file, or its absence, beside the run's own config.toml as well."""
     source = config_file.expanduser().parent / LOCK_NAME if config_file else None
-    kept, temporary = run_dir / LOCK_NAME, run_dir / f".{LOCK_NAME}.tmp"
+    kept = run_dir / LOCK_NAME
     if source is None or not source.exists():
         kept.unlink(missing_ok=True)
     elif source.resolve() != kept.resolve():
-        temporary.write_bytes(source.read_bytes())
-        temporary.replace(kept)
+        write_whole(kept, source.read_text())
 
 
 def read_fingerprint(path: Path) -> Fingerprint:
@@ -104,10 +103,7 @@ def read_fingerprint(path: Path) -> Fingerprint:
 
 
 def write_fingerprint(path: Path, fingerprint: Fingerprint) -> None:
-    """Write it whole or not at all."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    temporary.write_text(json.dumps(fingerprint, indent=2, sort_keys=True) + "\n")
-    temporary.replace(path)
+    write_whole(path, json.dumps(fingerprint, indent=2, sort_keys=True) + "\n")
 
 
 def main(args: list[str]) -> int:

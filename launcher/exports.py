@@ -13,6 +13,7 @@ import shutil
 from pathlib import Path
 
 from launcher.checkpoint_folder import published, step_of
+from launcher.whole_files import write_whole
 
 RATINGS = "acceptance.json"
 # What `export_drafter` writes; a folder that holds anything else is somebody's, and stays.
@@ -61,10 +62,7 @@ def read_ratings(run_dir: Path) -> dict[int, float]:
 
 
 def _write_ratings(run_dir: Path, ratings: dict[int, float]) -> None:
-    file = run_dir / "export" / RATINGS
-    temporary = file.with_name(f".{RATINGS}.tmp")
-    temporary.write_text(json.dumps(dict(sorted(ratings.items())), indent=1) + "\n")
-    os.replace(temporary, file)
+    write_whole(run_dir / "export" / RATINGS, json.dumps(dict(sorted(ratings.items())), indent=1) + "\n")
 
 
 def _exported(run_dir: Path) -> set[int]:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
 from launcher.config import Config
+from launcher.whole_files import write_whole
 
 log = logging.getLogger("launcher")
 # Weights & Biases asks for a key where it has none; nobody sees the question in a rank's log.
@@ -146,9 +146,7 @@ def _keep_until(path: Path, step: int) -> None:
     if later:
         _set_aside(path, later)
     if len(kept) < len(lines):
-        temporary = path.with_suffix(".tmp")
-        temporary.write_text("".join(kept))
-        os.replace(temporary, path)
+        write_whole(path, "".join(kept))
 
 
 def _set_aside(path: Path, lines: list[str]) -> None:

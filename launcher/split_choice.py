@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,6 +19,7 @@ from launcher.errors import UserError
 from launcher.plan_model import Exchange, drafter_seconds, target_seconds
 from launcher.plan_shapes import run_shape
 from launcher.topology import Split, default_split, resolve_split
+from launcher.whole_files import write_whole
 from launcher.work_model import find_gpu
 
 if TYPE_CHECKING:
@@ -105,20 +105,17 @@ def load_rates(folder: Path | None, config: Config) -> Rates | None:
 
 
 def save_rates(folder: Path, config: Config, rates: Rates) -> None:
-    """Keep measured rates for later starts; whole or not at all. A disk that takes them not costs a warning."""
-    temporary = folder / f"{RATES_FILE}.{os.getpid()}.tmp"
+    """Keep measured rates for later starts. A disk that takes them not costs a warning."""
+    entries = _entries(folder) | {_key(config): asdict(rates)}
     try:
-        temporary.write_text(json.dumps(_entries(folder) | {_key(config): asdict(rates)}, indent=1) + "\n")
-        os.replace(temporary, folder / RATES_FILE)
+        write_whole(folder / RATES_FILE, json.dumps(entries, indent=1) + "\n")
     except OSError as error:
         log.warning("measured rates are not kept in %s: %s", folder, error.strerror)
 
 
 def ask_for_another_start(attempt: Path, split: Split) -> None:
-    """Leave word for launch.sh to start the run again with this split; whole or not at all."""
-    temporary = attempt / f".{AGAIN_FILE}.tmp"
-    temporary.write_text(json.dumps(asdict(split)))
-    temporary.replace(attempt / AGAIN_FILE)
+    """Leave word for launch.sh to start the run again with this split."""
+    write_whole(attempt / AGAIN_FILE, json.dumps(asdict(split)))
 
 
 def flags_of_another_start(attempt: Path) -> list[str]:

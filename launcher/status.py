@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shlex
-import tempfile
 import time
 import tomllib
 from dataclasses import asdict, dataclass, field, fields
@@ -18,6 +17,7 @@ from rich.text import Text
 
 from launcher.checkpoint_folder import newest_published
 from launcher.started_as import STARTED_AS, short_path
+from launcher.whole_files import write_whole
 
 State = Literal["running", "finished", "stopped", "failed"]
 FILE_NAME, CONFIG_NAME = "status.json", "config.toml"
@@ -64,15 +64,7 @@ def _resume_from(run_dir: Path) -> str:
 def write_status(run_dir: Path, status: Status) -> Path:
     """Write `status.json` whole or not at all, readable while another process writes it."""
     run_dir.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(prefix=".status-", dir=run_dir)
-    try:
-        with os.fdopen(handle, "w") as file:
-            json.dump(asdict(status), file, indent=2)
-            file.write("\n")
-        os.replace(temporary, run_dir / FILE_NAME)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+    write_whole(run_dir / FILE_NAME, json.dumps(asdict(status), indent=2) + "\n")
     return run_dir / FILE_NAME
 
 

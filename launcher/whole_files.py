@@ -1,0 +1,24 @@
+"""Files that nobody ever sees half written. No torch.
+
+What must outlive a power cut goes through manifest.write_durably instead.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from pathlib import Path
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file whole or not at all, readable while other processes or threads write it; the last one wins.
+
+    Raises:
+        OSError: the disk does not take it; what was there stays, and nothing is left beside it.
+    """
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+    try:
+        temporary.write_text(text)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)

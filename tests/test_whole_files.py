@@ -1,0 +1,54 @@
+"""A file is written whole or not at all."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+
+import pytest
+
+from launcher.whole_files import write_whole
+
+
+def test_a_file_that_the_disk_does_not_take_leaves_the_former_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "status.json"
+    write_whole(file, "old")
+
+    def half(path: Path, text: str) -> None:
+        with path.open("w") as opened:
+            opened.write(text[:1])
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="No space left"):
+        patch.setattr(Path, "write_text", half)
+        write_whole(file, "new")
+    assert (file.read_text(), os.listdir(tmp_path)) == ("old", ["status.json"])
+    write_whole(file, "new")
+    assert (file.read_text(), os.listdir(tmp_path)) == ("new", ["status.json"])
+
+
+def test_a_name_that_is_taken_by_a_folder_is_said_and_nothing_is_left(tmp_path: Path) -> None:
+    (tmp_path / "taken").mkdir()
+    with pytest.raises(IsADirectoryError):
+        write_whole(tmp_path / "taken", "text")
+    assert os.listdir(tmp_path) == ["taken"]
+    with pytest.raises(FileNotFoundError):
+        write_whole(tmp_path / "missing/file", "text")
+
+
+def test_readers_and_other_writers_see_whole_files_alone(tmp_path: Path) -> None:
+    file, texts = tmp_path / "file", ["a" * 50_000, "b" * 70_000, "c" * 90_000]
+    write_whole(file, texts[0])
+    writers = [
+        threading.Thread(target=lambda text=text: [write_whole(file, text) for _ in range(100)]) for text in texts
+    ]
+    for writer in writers:
+        writer.start()
+    seen = [file.read_text() for _ in range(100)]
+    for writer in writers:
+        writer.join()
+    assert {*seen, file.read_text()} <= set(texts)
+    assert os.listdir(tmp_path) == ["file"]
