@@ -13,6 +13,7 @@ from typing import Any
 from launcher.errors import UserError
 from launcher.manifest import FILE_NAME as MANIFEST
 from launcher.manifest import problems_of, read_manifest, sync_folder, write_durably
+from launcher.whole_files import aside_of
 
 POINTER = "latest"
 EXTRA = "extra.json"
@@ -203,8 +204,6 @@ def _set_aside(run_dir: Path) -> list[str]:
 
 def _rename_aside(path: Path) -> str:
     """Rename a path out of the way, losing nothing."""
-    number = 1
-    while (aside := path.with_name(f"{path.name}.old-{number}")).exists():
-        number += 1
+    aside = aside_of(path)
     os.rename(path, aside)
     return f"set {path} aside as {aside.name}"

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from launcher.config import Config
-from launcher.whole_files import write_whole
+from launcher.whole_files import aside_of, write_whole
 
 log = logging.getLogger("launcher")
 # Weights & Biases asks for a key where it has none; nobody sees the question in a rank's log.
@@ -144,17 +144,11 @@ def _keep_until(path: Path, step: int) -> None:
     kept = [line for line, done in zip(lines, steps, strict=True) if done is not None and done <= step]
     later = [line for line, done in zip(lines, steps, strict=True) if done is not None and done > step]
     if later:
-        _set_aside(path, later)
+        aside = aside_of(path)
+        aside.write_text("".join(later))
+        log.info("%s has %d lines of steps that are done again", aside, len(later))
     if len(kept) < len(lines):
         write_whole(path, "".join(kept))
-
-
-def _set_aside(path: Path, lines: list[str]) -> None:
-    number = 1
-    while (aside := path.with_name(f"{path.name}.old-{number}")).exists():
-        number += 1
-    aside.write_text("".join(lines))
-    log.info("%s has %d lines of steps that are done again", aside, len(lines))
 
 
 class NoMetrics:

@@ -1,4 +1,4 @@
-"""Files that nobody ever sees half written. No torch.
+"""Files that nobody ever sees half written, and names that take nobody's place. No torch.
 
 What must outlive a power cut goes through manifest.write_durably instead.
 """
@@ -22,3 +22,11 @@ def write_whole(path: Path, text: str) -> None:
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def aside_of(path: Path) -> Path:
+    """The first of NAME.old-1, NAME.old-2, ... that is free, beside a path that has to make room."""
+    number = 1
+    while (aside := path.with_name(f"{path.name}.old-{number}")).exists():
+        number += 1
+    return aside

@@ -1,4 +1,4 @@
-"""A file is written whole or not at all."""
+"""A file is written whole or not at all, and what makes room takes nobody's place."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher.whole_files import write_whole
+from launcher.whole_files import aside_of, write_whole
 
 
 def test_a_file_that_the_disk_does_not_take_leaves_the_former_and_nothing_else(
@@ -52,3 +52,12 @@ def test_readers_and_other_writers_see_whole_files_alone(tmp_path: Path) -> None
         writer.join()
     assert {*seen, file.read_text()} <= set(texts)
     assert os.listdir(tmp_path) == ["file"]
+
+
+def test_what_makes_room_takes_the_first_free_name(tmp_path: Path) -> None:
+    path = tmp_path / "step-2"
+    assert aside_of(path).name == "step-2.old-1"
+    (tmp_path / "step-2.old-1").mkdir()
+    (tmp_path / "step-2.old-2").touch()
+    (tmp_path / "step-2.old-4").touch()
+    assert aside_of(path) == tmp_path / "step-2.old-3"
