@@ -7,9 +7,11 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
+import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 DRIVER = """
@@ -90,3 +92,9 @@ class Run:
     @property
     def status(self) -> dict[str, object]:
         return json.loads((self.dir / "status.json").read_text())
+
+
+@pytest.fixture(name="run")
+def start_runs(tmp_path: Path) -> Callable[..., Run]:
+    """Starts runs, one after another, on the run folder of the test. A test file has it by importing this name."""
+    return lambda *args, **kwargs: Run(tmp_path, *args, **kwargs)

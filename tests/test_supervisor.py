@@ -14,11 +14,7 @@ import pytest
 
 from launcher.signal_inbox import SAME_WISH_SECONDS
 from tests.supervised import DRIVER, ROOT, Run
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> Callable[..., Run]:
-    return lambda *args, **kwargs: Run(tmp_path, *args, **kwargs)
+from tests.supervised import start_runs as start_runs
 
 
 def test_the_code_is_the_one_of_the_status_and_the_console_is_kept(run: Callable[..., Run]) -> None:

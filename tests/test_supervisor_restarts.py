@@ -5,18 +5,13 @@ from __future__ import annotations
 import json
 import signal
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
 from launcher.config import validate
 from tests.supervised import Run
+from tests.supervised import start_runs as start_runs
 from tests.test_preflight import saved
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> Callable[..., Run]:
-    return lambda *args, **kwargs: Run(tmp_path, *args, **kwargs)
 
 
 def test_restarts_go_on_with_a_new_attempt(run: Callable[..., Run]) -> None:
