@@ -47,7 +47,7 @@ from typing import TYPE_CHECKING, NoReturn
 from launcher import faults
 from launcher.errors import DeadlineError, ExitCode, PeerFailed, StopRequested
 from launcher.farewell import Farewell
-from launcher.outcome import failed_status, known_failure, record
+from launcher.outcome import failed_status, known_failure, record, status_folder
 from launcher.peers import Member
 from launcher.processes import die_with_parent
 from launcher.rank_log import RankLog
@@ -227,6 +227,7 @@ class Lifecycle:
         self.control.set(f"phase/{self.role.rank}", [self._state.phase.name, self.step])
 
     def _write_running(self) -> None:
-        record(Status(state="running", reason="started", phase=self._state.phase.name), self.run_dir)
+        folder = status_folder(self.run_dir)
+        record(Status(state="running", reason="started", phase=self._state.phase.name), folder)
         if (failure := known_failure(self.control)) is not None:
-            record(failed_status(failure, self.run_dir), self.run_dir)
+            record(failed_status(failure, self.run_dir), folder)

@@ -25,6 +25,8 @@ log = logging.getLogger("launcher")
 
 # launch.sh sets it: it prints the box itself, after everything that torchrun and dying ranks still say.
 SUPERVISED = "LAUNCHER_SUPERVISED"
+# Ranks set it for themselves where the status of their run folder is not theirs to change.
+STATUS_VARIABLE = "LAUNCHER_STATUS_DIR"
 FAILURE_KEY, STOP_KEY = "failure", "stop"
 RETRY_ERRNOS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO}
 # What collectives and the store raise when the other side has died; the peer's own end is the cause then.
@@ -162,20 +164,35 @@ def finished_status(reason: str, step: int, run_dir: Path) -> Status:
 
 
 def report(status: Status, run_dir: Path) -> None:
-    """Write `status.json` and, unless `launch.sh` will read it and do so, end the console with the box."""
-    written = record(status, run_dir)
+    """Write the status of this start and, unless `launch.sh` will read it and do so, end the console with the box."""
+    written = record(status, status_folder(run_dir))
     if status.state in {"failed", "stopped"} and not (written and os.environ.get(SUPERVISED)):
         log.error("\n%s", final_box(status), extra={"announce": True})
 
 
 def report_alone(status: Status, run_dir: Path, local_rank: int) -> None:
     """Report without the store: the first rank of a node does, unless the status has an end already."""
-    try:
-        told = read_status(run_dir)
-    except (OSError, ValueError):  # no status that anybody could read
-        told = None
-    if local_rank == 0 and (told is None or told.state == "running"):
+    if local_rank == 0 and reported_end(status_folder(run_dir)) is None:
         report(status, run_dir)
+
+
+def reported_end(folder: Path) -> Status | None:
+    """The status that a run ended with; None while it runs or where there is none that anybody could read."""
+    try:
+        status = read_status(folder)
+    except (OSError, ValueError):
+        return None
+    return None if status is None or status.state == "running" else status
+
+
+def end_to_keep(run_dir: Path, dry_run: bool) -> Status | None:
+    """The status that a start leaves alone: a dry run trains nothing, so a run that can go on stands where it stood."""
+    return reported_end(run_dir) if dry_run and newest_published(run_dir) is not None else None
+
+
+def status_folder(run_dir: Path) -> Path:
+    """Where the ranks of this start write `status.json`: the run folder, or that of their attempt."""
+    return Path(os.environ.get(STATUS_VARIABLE) or run_dir)
 
 
 def record(status: Status, run_dir: Path) -> bool:

@@ -24,14 +24,14 @@ from launcher.errors import ExitCode
 from launcher.fallback_status import fallback_status, own_lines
 from launcher.fingerprint import collect
 from launcher.gpus import gpu_uuids
-from launcher.outcome import SUPERVISED, record
+from launcher.outcome import SUPERVISED, end_to_keep, record, reported_end
 from launcher.preflight import check_checkpoint, wait_for_gpus
 from launcher.roll_call import roll_call
 from launcher.run_folder import ATTEMPT_VARIABLE, keep_config, lock_run, open_attempt
 from launcher.runtime import RankEnv, choose_device
 from launcher.split_choice import flags_of_another_start
 from launcher.started_as import STARTED_AS, as_launched
-from launcher.status import FILE_NAME, Status, final_box, read_status
+from launcher.status import FILE_NAME, Status, final_box
 from launcher.topology import resolve_split
 from launcher.torchrun import Torchrun
 
@@ -127,7 +127,7 @@ def own_gpus(config: Config, gpus: list[str], ranks: int) -> list[str]:
 def run_attempt(command: Command, ranks: int, worker: Path, restarts: int) -> Ended:
     """One attempt, from its new folder to the status it ended with."""
     config, run_dir = command.config, command.config.runtime.run_dir
-    attempt, former = open_attempt(run_dir, config), reported_end(run_dir)
+    attempt, former = open_attempt(run_dir, config), end_to_keep(run_dir, config.dry_run)
     keep_config(run_dir, config, command.config_file)
     (run_dir / FILE_NAME).unlink(missing_ok=True)
     tee = Tee(attempt / "console.log")
@@ -138,8 +138,8 @@ def run_attempt(command: Command, ranks: int, worker: Path, restarts: int) -> En
         tee.say(final_box(ended.status, sys.stdout if sys.stdout.isatty() else None).rstrip())
     tee.close()
     record(ended.status, attempt)
-    if config.dry_run and former is not None and newest_published(run_dir) is not None:
-        record(former, run_dir)  # it trained nothing: the run stands where it stood
+    if former is not None:
+        record(former, run_dir)
     shutil.rmtree(private_folder(str(attempt)), ignore_errors=True)
     return ended
 
@@ -223,15 +223,6 @@ def rank_environment(
     if terminal:  # the ranks write to a pipe and could not know
         told |= {"FORCE_COLOR": "1", "COLUMNS": str(shutil.get_terminal_size().columns)}
     return {**environ, **told}
-
-
-def reported_end(run_dir: Path) -> Status | None:
-    """The status that the ranks ended with, None while they run or if they could not write it."""
-    try:
-        status = read_status(run_dir)
-    except (OSError, ValueError):
-        return None
-    return None if status is None or status.state == "running" else status
 
 
 def may_restart(ended: Sequence[Ended], max_restarts: int) -> bool:

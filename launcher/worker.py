@@ -18,6 +18,7 @@ from launcher.errors import LauncherError
 from launcher.fingerprint import Fingerprint, collect
 from launcher.groups import join_groups
 from launcher.out_of_memory import record_history
+from launcher.outcome import STATUS_VARIABLE, end_to_keep
 from launcher.preflight import check_checkpoint
 from launcher.refusal import refuse, tell_other_nodes
 from launcher.run_folder import ATTEMPT_VARIABLE, keep_config, lock_run, make_run_dir, open_attempt
@@ -111,11 +112,14 @@ def find_attempt(stack: ExitStack, start: Start, control: Control) -> Path:
         except LauncherError:
             control.set(key, None)
             raise
-        control.set(key, {"folder": str(folder), "notices": [*start.notices, *changes]})
+        keep = given is None and end_to_keep(run_dir, start.command.config.dry_run) is not None
+        control.set(key, {"folder": str(folder), "notices": [*start.notices, *changes], "keep_status": keep})
     what = f"the first rank of node {start.env.node} to open the run folder"
     attempt = control.wait(key, what, start.command.config.runtime.init_timeout)
     if attempt is None:
         raise LauncherError("the first rank did not open the run folder", "see its message")
+    if attempt["keep_status"]:
+        os.environ[STATUS_VARIABLE] = attempt["folder"]
     return Path(attempt["folder"])
 
 

@@ -12,13 +12,15 @@ from typing import Any, cast
 import pytest
 
 from launcher.cli import Command, parse
+from launcher.config import Config
 from launcher.control import Control
 from launcher.environment import LOCK_NAME, check_lock, write_fingerprint
 from launcher.errors import RetryableError, UserError
+from launcher.outcome import STATUS_VARIABLE, finished_status, report, report_alone
 from launcher.run_folder import ATTEMPT_VARIABLE, keep_config, open_attempt
 from launcher.runtime import RankEnv
 from launcher.started_as import STARTED_AS, as_launched, under_torchrun
-from launcher.status import resume_command
+from launcher.status import Status, read_status, resume_command, write_status
 from launcher.worker import Start, find_attempt
 from tests.test_preflight import config_of, saved
 
@@ -41,23 +43,45 @@ def test_opening_an_attempt_leaves_the_runs_config_alone(tmp_path: Path) -> None
     assert not (tmp_path / "config.toml").exists(), "a start that is refused later has changed nothing"
 
 
+def open_with(config: Config, control: Control) -> Path:
+    """The attempt of the first rank under a bare torchrun."""
+    command = Command("train", config=config)
+    start = Start(command, env(1), cast(Any, None), cast(Any, None), {}, (), cast(Any, None), None)
+    with ExitStack() as stack:
+        return find_attempt(stack, start, control)
+
+
+@pytest.mark.parametrize(("dry_run", "checkpoint", "stays"), [(1, 1, True), (1, 0, False), (0, 1, False)])
+def test_under_torchrun_a_dry_run_leaves_the_status_of_the_run(
+    dry_run: int, checkpoint: int, stays: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(ATTEMPT_VARIABLE, raising=False)
+    monkeypatch.setenv(STATUS_VARIABLE, "")  # so that what the start sets goes with the test
+    config = config_of(tmp_path)
+    if checkpoint:
+        saved(tmp_path, 7, config)
+    stood = Status(state="stopped", code=143, step=7)
+    write_status(tmp_path, stood)
+    control = Control("127.0.0.1", 0, "test", serve=True)
+    attempt = open_with(config.model_copy(update={"dry_run": bool(dry_run)}), control)
+    done = finished_status("dry run: compiled and proved", 0, tmp_path)
+    report(done, tmp_path)
+    assert read_status(tmp_path) == (stood if stays else done)
+    assert read_status(attempt if stays else tmp_path) == done
+    report_alone(Status(state="failed", code=75), tmp_path, 0)
+    assert read_status(attempt if stays else tmp_path) == done, "the ranks know where their own end is written"
+
+
 def test_under_torchrun_a_start_that_is_refused_changes_no_config(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv(ATTEMPT_VARIABLE, raising=False)
     control = Control("127.0.0.1", 0, "test", serve=True)
-
-    def open_with(layers: int) -> Path:
-        command = Command("train", config=config_of(tmp_path, layers))
-        start = Start(command, env(1), cast(Any, None), cast(Any, None), {}, (), cast(Any, None), None)
-        with ExitStack() as stack:
-            return find_attempt(stack, start, control)
-
     saved(tmp_path, 5, config_of(tmp_path))
-    assert open_with(layers=1) == tmp_path / "attempts/1"
+    assert open_with(config_of(tmp_path), control) == tmp_path / "attempts/1"
     kept = (tmp_path / "config.toml").read_text()
     with pytest.raises(UserError, match="drafter.layers: 1 -> 2"):
-        open_with(layers=2)
+        open_with(config_of(tmp_path, layers=2), control)
     assert (tmp_path / "config.toml").read_text() == kept and "layers = 1" in kept
     assert [path.name for path in (tmp_path / "attempts").iterdir()] == ["1"]
     assert control.has("attempt/0") and control.get("attempt/0") is None, (
