@@ -18,6 +18,7 @@ class RunShape:
     """Target, drafter and row of a run."""
 
     target: TargetShape
+    target_compiled: bool
     drafter: DFlashConfig
     tied: bool
     context: int
@@ -80,6 +81,7 @@ def run_shape(config: Config) -> RunShape:
     train = config.train
     return RunShape(
         _target_shape(raw, drafter),
+        config.target.compile is not False,
         drafter,
         bool(raw.get("tie_word_embeddings")),
         config.data.row_length,
