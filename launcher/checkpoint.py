@@ -130,14 +130,18 @@ class Checkpointer:
     def rate(self, step: int, score: float) -> None:
         """Say how good the checkpoint of a step is (higher is better), if there is one; the best is never removed.
 
-        The first rank writes it down.
+        The first rank writes it down; a disk that takes it not costs a warning.
 
         Raises:
             SaveFailed: as `poll`.
         """
         self.wait()
-        if step in self._verified and self._votes.rank == 0:
+        if step not in self._verified or self._votes.rank != 0:
+            return
+        try:
             set_score(self._folder(step), score)
+        except OSError as error:
+            log.warning("%s does not say how good it is: %s", self._folder(step), error.strerror)
 
     def load(self, path: Path, state: dict[str, Any]) -> dict[str, Any]:
         """Load a checkpoint that `find_checkpoint` verified, in place; any number of ranks may have saved it.

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from launcher import faults
-from launcher.acceptance import Acceptance, evaluation_steps, request_evaluation
+from launcher.acceptance import Acceptance, Evaluator, evaluation_steps
 from launcher.bad_rows import find_bad_losses
 from launcher.balance import Balance
 from launcher.calibration import Calibration
@@ -56,6 +56,7 @@ class Training:
         self.balance = Balance(rank.topology.split)
         self.calibration = Calibration(rank, self.balance)
         self.bad_steps, self.started = 0, time.monotonic()
+        self.evaluator = Evaluator(rank)
         self.acceptance: dict[int, Acceptance] = {}
 
     def run(self) -> str:
@@ -207,7 +208,7 @@ class Training:
             return
         with self.rank.lifecycle.phase("eval", self.config.runtime.eval_timeout, defer_stop=True):
             self._settle(0)
-            acceptance = request_evaluation(self.rank, done, self.step)
+            acceptance = self.evaluator.measure(done, self.step, required=done == self.schedule.last_step)
         self.meter.skip()
         if acceptance is None:
             return

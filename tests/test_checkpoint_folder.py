@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
 
+from launcher import manifest
 from launcher.checkpoint import Checkpointer
 from launcher.checkpoint_folder import checkpoints_of, find_checkpoint, newest_published, published, to_remove
 from launcher.checkpoint_io import RecordReader
@@ -181,6 +182,20 @@ def _rate_together(run_dir: Path) -> list[float | None]:
 
 def test_all_ranks_may_rate_a_checkpoint(tmp_path: Path) -> None:
     assert run_ranks(3, _rate_together, tmp_path) == [[49.0]] * 3
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_score_that_the_disk_does_not_take_costs_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    checkpointer = Checkpointer(tmp_path, CheckpointConfig(asynchronous=False), None, wait, 30.0)
+    checkpointer.save(1, {"weight": torch.ones(3)}, {}, required=True)
+    full = OSError(28, "No space left on device")
+    monkeypatch.setattr(manifest, "write_durably", lambda *_: (_ for _ in ()).throw(full))
+    checkpointer.rate(1, 2.0)
+    (warning,) = [message for message in caplog.messages if "how good" in message]
+    (folder,) = published(tmp_path)
+    assert str(folder) in warning and "No space left" in warning and problems_of(folder) == []
 
 
 def test_what_retention_removes() -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -12,10 +14,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors import SafetensorError
 
-from launcher.acceptance import Acceptance, request_evaluation
+from launcher import acceptance
+from launcher.acceptance import Acceptance, Evaluator, ExportFailed, answer_evaluation, request_evaluation
 from launcher.config import validate
 from launcher.exports import export_folder, rate_export, read_ratings, superseded
+from launcher.outcome import failure_code
 from launcher.topology import Split, build_topology
 from models.dflash import DFlashDrafter
 from models.export import CONFIG_NAME, WEIGHTS_NAME, load_drafter
@@ -85,23 +90,82 @@ def test_damaged_ratings_and_a_disk_that_refuses_end_no_run(
     assert not export_folder(tmp_path, 1).exists()
 
 
+def rank_of(run_dir: Path, told: dict[str, Any], number: int = 2) -> Any:
+    """A rank of two targets and two drafters whose waits must be over at once; `told` is the control plane."""
+    topology = build_topology(Split(2, 2))
+    return SimpleNamespace(
+        config=validate({"runtime": {"run_dir": run_dir}}),
+        topology=topology,
+        role=topology.roles[number],
+        leads_drafters=number == 2,
+        control=SimpleNamespace(set=told.__setitem__, get=told.get, has=lambda *keys: told.keys() >= set(keys)),
+        lifecycle=SimpleNamespace(
+            stop_code=None,
+            wait_until=lambda ready, *_: ready() or pytest.fail("waits"),
+            phase=lambda *_, **__: nullcontext(),
+        ),
+    )
+
+
 def test_an_evaluation_rates_what_it_exported_and_tidies(tmp_path: Path) -> None:
     told: dict[str, Any] = {}
-    rank = SimpleNamespace(
-        config=validate({"runtime": {"run_dir": tmp_path}}),
-        topology=build_topology(Split(2, 1)),
-        leads_drafters=True,
-        control=SimpleNamespace(set=told.__setitem__, get=told.get, has=lambda *keys: told.keys() >= set(keys)),
-        lifecycle=SimpleNamespace(stop_code=None, wait_until=lambda ready, *_: ready() or pytest.fail("waits")),
-    )
+    rank = rank_of(tmp_path, told)
     drafter = SimpleNamespace(drafter=DFlashDrafter(CONFIG))
     for step, gained in ((0, 1), (5, 3), (9, 2), (12, 2)):
         told |= {f"eval/{step}/0": [[gained] * 4], f"eval/{step}/1": [[gained], [gained]]}
-        acceptance = request_evaluation(cast(Any, rank), step, cast(Any, drafter))
-        assert acceptance == Acceptance(gained, 6, 6 * gained, 3)
+        measured = request_evaluation(rank, step, cast(Any, drafter))
+        assert measured == Acceptance(gained, 6, 6 * gained, 3)
     assert names(tmp_path) == ["acceptance.json", "step-12", "step-5"]
     assert read_ratings(tmp_path) == {5: 3.0, 12: 2.0}
     load_drafter(export_folder(tmp_path, 5), torch.bfloat16, "cpu")
+
+
+FULL = OSError(28, "No space left on device")
+
+
+@pytest.mark.parametrize("error", [FULL, SafetensorError("I/O error: No space left on device (os error 28)")], ids=str)
+def test_an_export_that_the_disk_does_not_take_costs_an_evaluation_on_all_ranks(
+    error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    told: dict[str, Any] = {}
+    drafter: Any = SimpleNamespace(drafter=DFlashDrafter(CONFIG))
+    monkeypatch.setattr(acceptance, "export_drafter", lambda *_: (_ for _ in ()).throw(error))
+    for number in (2, 3):
+        assert Evaluator(rank_of(tmp_path, told, number)).measure(5, drafter, required=False) is None
+    (warning,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert str(export_folder(tmp_path, 5)) in warning and "No space left" in warning and "(1 of 3 in a row)" in warning
+    team: Any = SimpleNamespace(leads=True, agree=lambda decide, *_: decide())
+    answer_evaluation(rank_of(tmp_path, told, 0), 5, cast(Any, None), [[1]], team)
+    assert told.keys() == {"eval/5"}, "no target has decoded anything"
+
+
+def test_exports_that_fail_in_a_row_end_the_run_and_so_does_the_last_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: dict[str, Any] = {f"eval/3/{target}": [[2]] for target in range(2)}
+    drafter: Any = SimpleNamespace(drafter=DFlashDrafter(CONFIG))
+    evaluators = [Evaluator(rank_of(tmp_path, told, number)) for number in (2, 3)]
+    for step in range(1, 7):
+        with monkeypatch.context() as patch:
+            if step != 3:
+                patch.setattr(acceptance, "export_drafter", lambda *_: (_ for _ in ()).throw(FULL))
+            for evaluator in evaluators:
+                if step < 6:
+                    measured = evaluator.measure(step, drafter, required=False)
+                    assert measured == (Acceptance(2, 2, 4, 2) if step == 3 else None)
+                    continue
+                with pytest.raises(ExportFailed, match="step-6 failed .OSError: .*No space left") as raised:
+                    evaluator.measure(step, drafter, required=False)
+                assert raised.value.ranks_at_fault == {2} and failure_code(raised.value) == 75
+    with pytest.raises(ExportFailed):
+        Evaluator(rank_of(tmp_path, told, 3)).measure(6, drafter, required=True)
+
+
+def test_an_export_of_weights_that_are_none_is_no_matter_of_the_disk(tmp_path: Path) -> None:
+    spoiled: Any = SimpleNamespace(drafter=DFlashDrafter(CONFIG))
+    next(spoiled.drafter.parameters()).data.fill_(float("nan"))
+    with pytest.raises(ValueError, match="not finite"):
+        Evaluator(rank_of(tmp_path, {})).measure(1, spoiled, required=False)
 
 
 @given(

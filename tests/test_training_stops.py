@@ -8,7 +8,6 @@ from typing import Any, cast
 
 import pytest
 
-from launcher import training as module
 from launcher.acceptance import Acceptance
 from launcher.config import validate
 from launcher.config_sections import RuntimeConfig
@@ -38,6 +37,7 @@ class Loop:
         )
         self.training.schedule = Schedule(build_topology(Split(1, 1)), 1, LAST)
         self.training.checkpointer = self.training.receiver = self.training.calibration = cast(Any, self)
+        self.training.evaluator = cast(Any, self)
         self.training.metrics = self.training.meter = self.training.balance = self.training.step = cast(Any, self)
         self.training.acceptance, self.training.started = {}, 0.0
         self.training._settle = lambda leave: None  # type: ignore[method-assign]
@@ -56,7 +56,7 @@ class Loop:
     def save(self, done: int, required: bool) -> None:
         self.saves.append((done, required))
 
-    def evaluate(self, *_: object) -> Acceptance:
+    def measure(self, *_: object, required: bool) -> Acceptance:
         self._come_to("evaluation")
         return Acceptance(1.5, 2, 3, 1)
 
@@ -75,11 +75,8 @@ class Loop:
 
 
 @pytest.mark.parametrize("place", ["step", "evaluation", "rate"])
-def test_a_stop_at_any_place_of_the_loop_ends_it_after_a_step_and_a_save(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
-) -> None:
+def test_a_stop_at_any_place_of_the_loop_ends_it_after_a_step_and_a_save(tmp_path: Path, place: str) -> None:
     loop = Loop(tmp_path, place)
-    monkeypatch.setattr(module, "request_evaluation", loop.evaluate)
     with pytest.raises(StopRequested) as stopped:
         loop.training.run()
     ended = 3
@@ -96,9 +93,8 @@ def test_a_stop_that_came_while_the_run_was_loaded_ends_it_before_the_first_row(
     assert loop.control.get("ended") == 0 and loop.saves == [] and loop.training.acceptance == {}
 
 
-def test_a_stop_while_a_better_split_is_prepared_lets_that_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stop_while_a_better_split_is_prepared_lets_that_end(tmp_path: Path) -> None:
     loop = Loop(tmp_path, "drain", better_at=3)
-    monkeypatch.setattr(module, "request_evaluation", loop.evaluate)
     assert "going on as 2t+6d" in loop.training.run()
     assert loop.control.get("ended") == 3 and loop.saves == [(2, False), (3, True)]
 
