@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,21 +14,7 @@ from launcher.step_memory import StateBytes, dense_score_bytes, step_bound
 from models.anchors import Anchors
 from models.dflash import DFlashConfig, DFlashDrafter
 from models.masks import block_mask, dense_mask
-from tests.training import CONFIG
-
-QWEN3_8B = replace(
-    CONFIG,
-    hidden_size=4096,
-    intermediate_size=12288,
-    num_layers=5,
-    num_heads=32,
-    num_kv_heads=8,
-    head_dim=128,
-    vocab_size=151936,
-    block_size=16,
-    target_layer_ids=(1, 9, 17, 25, 33),
-    num_target_layers=36,
-)
+from tests.training import QWEN3_8B
 
 
 def make_masks() -> tuple[Any, torch.Tensor]:

@@ -14,6 +14,7 @@ import models.export as export_module
 from models.dflash import DFlashConfig, DFlashDrafter
 from models.export import expected_shapes, export_drafter, load_drafter
 from tests.small_drafters import LLAMA3, ROPES, YARN, fresh_blocks, small_config
+from tests.training import QWEN3_8B
 
 
 def exported(out: Path, rope: dict[str, Any] | None = None) -> tuple[DFlashDrafter, Path]:
@@ -66,24 +67,7 @@ def test_names_dtype_and_values_are_exact(tmp_path: Path) -> None:
 
 
 def test_qwen3_8b_has_the_published_tensor_set() -> None:
-    config = DFlashConfig(
-        hidden_size=4096,
-        intermediate_size=12288,
-        num_layers=5,
-        num_heads=32,
-        num_kv_heads=8,
-        head_dim=128,
-        rms_norm_eps=1e-6,
-        rope_theta=1e6,
-        rope_parameters=None,
-        vocab_size=151936,
-        max_position_embeddings=40960,
-        block_size=16,
-        mask_token_id=151669,
-        target_layer_ids=(1, 9, 17, 25, 33),
-        num_target_layers=36,
-    )
-    shapes = expected_shapes(config)
+    shapes = expected_shapes(QWEN3_8B)
     assert len(shapes) == 58
     assert shapes["fc.weight"] == (4096, 20480)
     assert shapes["layers.4.self_attn.k_proj.weight"] == (1024, 4096)

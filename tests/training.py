@@ -1,4 +1,4 @@
-"""Helpers: a tiny drafter, its rows and its training step, for tests on CPU."""
+"""Helpers: shapes of drafters; a tiny one, its rows and its training step, for tests on CPU."""
 
 from __future__ import annotations
 
@@ -28,6 +28,24 @@ CONFIG = DFlashConfig(
     mask_token_id=VOCABULARY - 1,
     target_layer_ids=(1, 2),
     num_target_layers=4,
+)
+# That of the published drafter for Qwen3-8B, for what needs its sizes and no weights.
+QWEN3_8B = DFlashConfig(
+    hidden_size=4096,
+    intermediate_size=12288,
+    num_layers=5,
+    num_heads=32,
+    num_kv_heads=8,
+    head_dim=128,
+    rms_norm_eps=1e-6,
+    rope_theta=1e6,
+    rope_parameters=None,
+    vocab_size=151936,
+    max_position_embeddings=40960,
+    block_size=16,
+    mask_token_id=151669,
+    target_layer_ids=(1, 9, 17, 25, 33),
+    num_target_layers=36,
 )
 
 
