@@ -47,3 +47,26 @@ def test_a_failure_names_its_cause_and_ends_every_rank(
         assert "of host memory" in result.logs, "who has how much"
     if scenario.name == "nan":
         assert "step 0 skipped: the loss of rank 1 drafter 0 on row" in result.console
+
+
+# Drafters and targets pass over steps 2 and 4 alike, evaluate step 6 and end together.
+EXPORTS = Scenario(
+    "no room for two exports",
+    (
+        Start(
+            "diskfull@export:2:1;diskfull@export:4:1",
+            ("--eval.prompts=1", "--eval.every=2", "--eval.max_new_tokens=4"),
+            split=(1, 2),
+        ),
+    ),
+)
+
+
+@pytest.mark.parametrize("scenario", [EXPORTS], ids=str)
+def test_a_disk_without_room_for_exports_costs_their_evaluations(results: Results, scenario: Scenario) -> None:
+    (result,) = results(scenario)
+    check(result, "finished", 0)
+    assert [step for step in range(7) if f"step {step} is not evaluated" in result.console] == [2, 4]
+    assert result.console.count("is not evaluated") == 2, "one rank says it"
+    assert [entry["step"] for entry in result.metrics if "eval_acceptance_length" in entry] == [0, 6]
+    assert [path.name for path in (result.run_dir / "export").glob("step-*")] == ["step-6"]
