@@ -138,6 +138,8 @@ def _write_dequantised(gguf: Path, folder: Path) -> None:
             model = AutoModelForCausalLM.from_pretrained(str(gguf.parent), gguf_file=gguf.name, dtype=torch.bfloat16)
         except (ImportError, OSError, ValueError, KeyError, NotImplementedError) as error:
             raise ValueError(f"target.model: cannot read {gguf}: {first_line(error)}") from error
+        if isinstance(end := model.config.eos_token_id, int):  # transformers 5.17 takes another token for it
+            tokenizer.eos_token = tokenizer.convert_ids_to_tokens(end)
         # The weights are plain now; the note that they were quantised would send a reader back to the GGUF file.
         del model.config.quantization_config
         # Not model.save_pretrained: in a distributed run only rank 0 would write anything, without a word.
