@@ -179,14 +179,11 @@ def test_a_copy_that_fails_ends_the_drafter_at_its_next_row_and_is_told_at_once(
 
 @pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
 def test_what_is_exported_lies_outside_expandable_segments(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    settings, current = "max_split_size_mb:128,expandable_segments:True", torch._C._accelerator_getAllocatorSettings
+    settings, said = "max_split_size_mb:128,expandable_segments:True", []
     monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
     monkeypatch.setenv(name, settings)
-    torch._C._accelerator_setAllocatorSettings(settings)
-    try:
-        with pytest.raises(MemoryError), outside_expandable_segments():
-            assert current() == "max_split_size_mb:128,expandable_segments:False"
-            raise MemoryError
-        assert current() == settings
-    finally:
-        torch._C._accelerator_setAllocatorSettings("")
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", said.append)
+    with pytest.raises(MemoryError), outside_expandable_segments():
+        assert said == ["max_split_size_mb:128,expandable_segments:False"]
+        raise MemoryError
+    assert said[1:] == [settings]
