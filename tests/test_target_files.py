@@ -85,6 +85,11 @@ def random_tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 class FakeTokenizer:
+    eos_token = "not the model's"
+
+    def convert_ids_to_tokens(self, index: int) -> str:
+        return f"token {index}"
+
     def save_pretrained(self, folder: Path) -> None:
         (folder / "tokenizer.json").touch()
 
@@ -114,16 +119,18 @@ def test_demo_model_answers_sensibly() -> None:
 
 
 def test_a_converted_file_is_whole_whichever_rank_converts_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """transformers' save_pretrained writes nothing on rank 1 of a distributed run."""
+    """transformers' save_pretrained writes nothing on rank 1 of a distributed run; answers end where the model ends."""
     config = AutoConfig.for_model("llama", **SMALL, tie_word_embeddings=True)
     model = AutoModelForCausalLM.from_config(config).to(torch.bfloat16)
     model.config.quantization_config = {"quant_method": "gguf"}
     monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", lambda *_, **__: model)
-    monkeypatch.setattr(target_files, "_gguf_tokenizer", lambda _gguf: FakeTokenizer())
+    tokenizer = FakeTokenizer()
+    monkeypatch.setattr(target_files, "_gguf_tokenizer", lambda _gguf: tokenizer)
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_rank", lambda *_: 1)
     target_files._write_dequantised(tmp_path / "model.gguf", tmp_path)
     monkeypatch.undo()
+    assert tokenizer.eos_token == f"token {model.config.eos_token_id}"
     loaded = load_full_target(tmp_path, torch.bfloat16, "cpu")
     for name, weight in model.state_dict().items():
         assert torch.equal(loaded.state_dict()[name], weight), name
