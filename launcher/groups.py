@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 from launcher.runtime import Device, RankEnv
@@ -21,11 +22,11 @@ if TYPE_CHECKING:
 class Groups:
     """Process groups of one rank; a group it does not belong to is None.
 
-    rows: carries feature rows (NCCL, or gloo). drafters: those of this node, which hold the weights in shards together.
+    rows: carries feature rows. drafters: those of this node, which hold the weights in shards together.
     copies: the drafters in the same place on every node, which hold the same shard; None on a single node. votes: all
     drafters, gloo, for agreements. saves: the first node's drafters, gloo, for checkpoints written beside training.
     solo: this drafter alone, for its turn at the gate. target: the ranks that share this rank's target, where there
-    are several.
+    are several. What carries tensors of GPUs is NCCL wherever each rank of the group has a GPU of its own.
     """
 
     rows: ProcessGroup
@@ -64,27 +65,44 @@ def join_groups(
     )
     limit = timedelta(seconds=patience)
     stack.callback(dist.destroy_process_group)
-    # NCCL refuses two ranks on one GPU; rows then go by CUDA IPC, or by gloo through the host.
-    backend = "nccl" if device.kind == "cuda" and not device.shared else "gloo"
+    gpus: list[str | None] = [None] * env.world_size
+    dist.all_gather_object(gpus, device.uuid)
+    own_group = partial(_own_group, env.rank, limit)
     nodes = topology.leaders_by_node("drafter")
-    rows = _new_group(backend=backend, timeout=limit)
-    drafters = _own_group(nodes, env.rank, backend, limit)
-    copies = _own_group(list(zip(*nodes, strict=True)), env.rank, backend, limit) if len(nodes) > 1 else None
-    votes = _own_group([topology.drafter_ranks], env.rank, "gloo", limit)
-    saves = _own_group(nodes[:1], env.rank, "gloo", limit)
+    rows_backend = choose_backend(gpus)  # without NCCL rows go by CUDA IPC, or by gloo through the host
+    rows = _new_group(backend=rows_backend, timeout=limit)
+    drafters = own_group(nodes, gpus)
+    copies = own_group(list(zip(*nodes, strict=True)), gpus) if len(nodes) > 1 else None
+    votes = own_group([topology.drafter_ranks])
+    saves = own_group(nodes[:1])
     targets = [topology.target_group(index) for index in range(topology.target_count)]
-    target = _own_group(targets, env.rank, backend, limit) if topology.split.target_tp > 1 else None
+    target = own_group(targets, gpus) if topology.split.target_tp > 1 else None
     if drafters is None:
-        return Groups(rows, backend, target=target)
+        return Groups(rows, rows_backend, target=target)
     # Alone on its GPU as far as NCCL can tell: a turn's weights stay off the host, also where ranks share the GPU.
     alone = "nccl" if device.kind == "cuda" else "gloo"
     solo = _new_group([env.rank], backend=alone, timeout=limit, use_local_synchronization=True)
-    return Groups(rows, backend, drafters, copies, votes, saves, solo)
+    return Groups(rows, rows_backend, drafters, copies, votes, saves, solo)
 
 
-def _own_group(members: Sequence[Sequence[int]], rank: int, backend: str, limit: timedelta) -> ProcessGroup | None:
-    """Of several groups the one that this rank is in, if any; every rank takes part in making all of them."""
-    groups = [_new_group(list(ranks), backend=backend, timeout=limit) for ranks in members]
+def choose_backend(gpus: Sequence[str | None]) -> str:
+    """The backend for ranks on these GPUs (None: on a CPU). NCCL refuses two ranks on one GPU; gloo does not."""
+    return "nccl" if None not in gpus and len(set(gpus)) == len(gpus) else "gloo"
+
+
+def _own_group(
+    rank: int, limit: timedelta, members: Sequence[Sequence[int]], gpus: Sequence[str | None] | None = None
+) -> ProcessGroup | None:
+    """Of several groups the one that this rank is in, if any; every rank takes part in making all of them.
+
+    Args:
+        gpus: those of all ranks, for groups that exchange tensors on them; otherwise gloo serves.
+    """
+    backends = ["gloo" if gpus is None else choose_backend([gpus[member] for member in ranks]) for ranks in members]
+    groups = [
+        _new_group(list(ranks), backend=backend, timeout=limit)
+        for ranks, backend in zip(members, backends, strict=True)
+    ]
     return next((group for ranks, group in zip(members, groups, strict=True) if rank in ranks), None)
 
 

@@ -70,11 +70,10 @@ class RankEnv:
 
 @dataclass(frozen=True)
 class Device:
-    """The device of one rank. `uuid` names the GPU for NVML; `shared` is True where several ranks use it."""
+    """The device of one rank. `uuid` names its GPU for NVML."""
 
     kind: str
     uuid: str | None = None
-    shared: bool = False
 
     @property
     def torch_name(self) -> str:
@@ -99,8 +98,7 @@ def choose_device(requested: str, share: bool, gpus: list[str], env: RankEnv) ->
             f"{env.local_world_size} ranks on {len(gpus)} GPU{'s' * (len(gpus) != 1)}",
             f"start {len(gpus)} ranks with --nproc {len(gpus)}, or let ranks share GPUs with --runtime.share_gpus=true",
         )
-    shared = share and len(gpus) < env.local_world_size
-    return Device("cuda", gpus[env.local_rank % len(gpus)], shared)
+    return Device("cuda", gpus[env.local_rank % len(gpus)])
 
 
 def prepare_environment(config: Config, env: RankEnv, environ: MutableMapping[str, str] = os.environ) -> Device:
