@@ -42,6 +42,7 @@ def main(args: list[str]) -> int:
     drafter.add_argument("--layers", type=int, default=5, help="draft layers")
     drafter.add_argument("--block-size", type=int, default=16, help="tokens of a block")
     drafter.add_argument("--sharded", action="store_true", help="FSDP2, as with several drafters")
+    drafter.add_argument("--drafters", type=int, default=1, help="drafters that train together, on a GPU each")
     target = parts.add_parser("target", help="the target's forward: stock transformers, uncompiled, compiled")
     _common_options(target, ("bf16", "float32"))
     target.add_argument("--documents", type=int, default=3, help="documents of a row")
@@ -64,6 +65,7 @@ def main(args: list[str]) -> int:
         "transfer": (_transfer, _transfer_table),
         "pipeline": (_pipeline, pipeline_table),
     }[chosen.part]
+    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     with _compile_cache(chosen.warm):
         try:
             report = measure(chosen)
@@ -88,18 +90,19 @@ def _device(requested: str) -> str:
     device = choose_device(requested, False, gpu_uuids(requested), RankEnv(0, 0, 1, 1, "127.0.0.1", 0, 0, False))
     if device.uuid:
         os.environ["CUDA_VISIBLE_DEVICES"] = device.uuid
-    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     return device.kind
 
 
-def _two_devices(requested: str, shared: bool) -> str:
-    """The kind of device that two ranks will run on."""
-    env = RankEnv(0, 0, 2, 2, "127.0.0.1", 0, 0, False)
+def _devices(requested: str, ranks: int, shared: bool = False) -> str:
+    """The kind of device that several ranks will run on."""
+    env = RankEnv(0, 0, ranks, ranks, "127.0.0.1", 0, 0, False)
     return choose_device(requested, shared, gpu_uuids(requested), env).kind
 
 
 def _drafter(chosen: Any) -> dict[str, Any]:
-    device = _device(chosen.device)
+    if chosen.drafters < 1:
+        raise UserError(f"bench drafter: --drafters {chosen.drafters} leaves nothing to measure", "give at least 1")
+    device = _device(chosen.device) if chosen.drafters == 1 else _devices(chosen.device, chosen.drafters)
     from launcher.bench_drafter import BenchOptions, bench_drafter
     from models.dflash import DFlashConfig
     from models.target_random import shape_config
@@ -117,9 +120,10 @@ def _drafter(chosen: Any) -> dict[str, Any]:
         chosen.context or context,
         chosen.anchors or anchors,
         chosen.precision,
-        chosen.sharded,
+        chosen.sharded or chosen.drafters > 1,
         chosen.steps or steps,
         device,
+        chosen.drafters,
     )
     return {"shape": chosen.shape or shape} | bench_drafter(options)
 
@@ -150,7 +154,7 @@ def _target_table(report: dict[str, Any]) -> str:
 
 
 def _transfer(chosen: Any) -> dict[str, Any]:
-    device = _two_devices(chosen.device, chosen.share_gpus)
+    device = _devices(chosen.device, 2, chosen.share_gpus)
     from launcher.bench_transfer import TransferOptions, bench_transfer
     from models.shapes import find_shape
 
@@ -167,7 +171,7 @@ def _transfer_table(report: dict[str, Any]) -> str:
 
 
 def _pipeline(chosen: Any) -> dict[str, Any]:
-    device = _two_devices(chosen.device, chosen.share_gpus)
+    device = _devices(chosen.device, 2, chosen.share_gpus)
     shape, context, anchors, _ = DEFAULTS[device]
     options = PipelineOptions(
         chosen.shape or shape,
@@ -204,10 +208,11 @@ def _compile_cache(warm: bool) -> AbstractContextManager[Any]:
 
 def table(report: dict[str, Any]) -> str:
     """The report for people."""
-    sheet = report["share_of_datasheet"]
+    sheet, drafters = report["share_of_datasheet"], report["drafters"]
     lines = [
         f"{report['device']}, torch {report['torch']}, {report['precision']}"
-        f"{', FSDP2' if report['sharded'] else ''}: {report['shape']}, {report['context']} context tokens,"
+        f"{', FSDP2' if report['sharded'] else ''}{f' over {drafters} drafters' if drafters > 1 else ''}:"
+        f" {report['shape']}, {report['context']} context tokens,"
         f" {report['anchors']} anchors of {report['block_size']} tokens, {report['layers']} layers",
         f"{'part':<12}{'ms':>9}{'floor':>9}",
         *(f"{name:<12}{ms:>9.2f}{report['floor_ms'][name]:>9.2f}" for name, ms in report["parts_ms"].items()),

@@ -1,18 +1,24 @@
-"""Measure the drafter's training step: the one that training runs, part by part, against what the device can do."""
+"""Measure the drafter's training step: the one that training runs, part by part, against what the device can do.
+
+Several drafters train as in a run, on a GPU each; the first one's times are reported.
+"""
 
 from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.multiprocessing as mp
 from torch import Tensor
 from torch.distributed import DeviceMesh
 
 from launcher.bench_timing import Marks, copy_rate, matmul_rate
 from launcher.config_sections import TrainConfig
+from launcher.control import Control
 from launcher.drafter_step import DrafterStep
 from launcher.plan_shapes import step_shape
 from launcher.step_optimizers import DTYPES
@@ -25,6 +31,8 @@ from models.masks import context_bounds
 
 PARTS = ("mask", "forward", "head+loss", "backward", "optimizer")
 WARM_UP = 5
+# Seconds for ranks to meet, one of which may still compile.
+LIMIT = 600.0
 
 
 @dataclass(frozen=True)
@@ -38,6 +46,8 @@ class BenchOptions:
     sharded: bool
     steps: int
     device: str
+    drafters: int = 1
+    """Ranks that train together; more than one need `sharded`."""
 
 
 class MarkedForward(DraftForward):
@@ -63,30 +73,58 @@ class MarkedForward(DraftForward):
 
 def bench_drafter(options: BenchOptions) -> dict[str, Any]:
     """All numbers of one shape: milliseconds, TFLOP/s, shares, rows per second, gigabytes. See `launcher.bench`."""
+    control = Control("127.0.0.1", 0, "bench", serve=True)
+    if options.drafters == 1:
+        _rank(0, control.server.port, options)
+    else:
+        mp.spawn(_rank, (control.server.port, options), nprocs=options.drafters)
+    return control.get("report")
+
+
+def _rank(rank: int, port: int, options: BenchOptions) -> None:
+    """One drafter; the first one leaves its report in the store."""
     torch.manual_seed(0)
     cuda = options.device == "cuda"
-    rate = matmul_rate(options.device, options.precision)
-    bandwidth = copy_rate(options.device)
-    dist.init_process_group("nccl" if cuda else "gloo", store=dist.HashStore(), rank=0, world_size=1)
+    if cuda:
+        torch.cuda.set_device(rank)
+    elif options.drafters > 1:
+        torch.set_num_threads(1)
+    control = Control("127.0.0.1", port, "bench", timeout=LIMIT)
+    dist.init_process_group(
+        "nccl" if cuda else "gloo",
+        store=control.group_store("group"),
+        rank=rank,
+        world_size=options.drafters,
+        timeout=timedelta(seconds=LIMIT),
+    )
     try:
-        marks = Marks(options.device)
-        step, batch = _make_step(options, marks), _make_batch(options)
-        started = time.perf_counter()
-        _run(step, batch, marks, 0)
-        _finish(options.device)
-        first = time.perf_counter() - started
-        for number in range(WARM_UP):
-            _run(step, batch, marks, number)
-        marks.steps.clear()
-        if cuda:
-            torch.cuda.reset_peak_memory_stats()
-        for number in range(options.steps):
-            _run(step, batch, marks, number)
-        *parts, whole = marks.medians()
-        peak = torch.cuda.max_memory_allocated() if cuda else 0
-        visible = _visible(step, batch)
+        report = _measure(options)
+        if rank == 0:
+            control.set("report", report)
+        dist.barrier()
     finally:
         dist.destroy_process_group()
+
+
+def _measure(options: BenchOptions) -> dict[str, Any]:
+    rate = matmul_rate(options.device, options.precision)
+    bandwidth = copy_rate(options.device)
+    marks = Marks(options.device)
+    step, batch = _make_step(options, marks), _make_batch(options)
+    started = time.perf_counter()
+    _run(step, batch, marks, 0)
+    _finish(options.device)
+    first = time.perf_counter() - started
+    for number in range(WARM_UP):
+        _run(step, batch, marks, number)
+    marks.steps.clear()
+    if options.device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    for number in range(options.steps):
+        _run(step, batch, marks, number)
+    *parts, whole = marks.medians()
+    peak = torch.cuda.max_memory_allocated() if options.device == "cuda" else 0
+    visible = _visible(step, batch)
     return _report(options, dict(zip(PARTS, parts, strict=True)), whole, visible, rate, bandwidth, first, peak)
 
 
@@ -107,7 +145,7 @@ def _make_step(options: BenchOptions, marks: Marks) -> DrafterStep:
         forward.marks = marks
         return forward
 
-    mesh = DeviceMesh(options.device, [0])
+    mesh = DeviceMesh(options.device, list(range(options.drafters)))
     return DrafterStep(drafter, make_forward, mesh, train, total_steps=10**6, sharded=options.sharded)
 
 
@@ -172,6 +210,7 @@ def _report(
         "torch": torch.__version__,
         "precision": options.precision,
         "sharded": options.sharded,
+        "drafters": options.drafters,
         "context": options.context,
         "anchors": options.anchors,
         "block_size": config.block_size,
@@ -187,7 +226,7 @@ def _report(
         "share_of_matmul": round(achieved / rate, 4),
         "share_of_datasheet": None if sheet is None else round(achieved / 1e12 / sheet, 4),
         "copy_gbs": round(bandwidth / 1e9, 1),
-        "rows_per_s": round(1e3 / whole, 3),
+        "rows_per_s": round(options.drafters * 1e3 / whole, 3),
         "peak_gb": round(peak / 1e9, 3),
         "first_step_s": round(first, 2),
         "furthest": max(PARTS, key=lambda name: parts[name] - floors[name]),

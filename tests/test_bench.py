@@ -43,7 +43,7 @@ def test_bytes_of_the_update_and_datasheets() -> None:
     assert datasheet("cpu", "bf16") is None
 
 
-@pytest.mark.parametrize("flags", [[], ["--sharded"], ["--precision", "float8"]])
+@pytest.mark.parametrize("flags", [[], ["--sharded"], ["--drafters", "2"], ["--precision", "float8"]])
 def test_drafter_bench_runs_on_cpu(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     torch.set_num_threads(1)
     words = ["drafter", "--device", "cpu", "--context", "96", "--anchors", "4", "--steps", "2", "--json", "--warm"]
@@ -53,6 +53,8 @@ def test_drafter_bench_runs_on_cpu(flags: list[str], capsys: pytest.CaptureFixtu
     assert set(report["parts_ms"]) == set(report["floor_ms"])
     assert sum(report["parts_ms"].values()) == pytest.approx(report["step_ms"], rel=0.5)
     assert report["furthest"] in report["parts_ms"]
+    assert report["rows_per_s"] == pytest.approx(report["drafters"] * 1e3 / report["step_ms"], rel=0.01)
+    assert report["drafters"] == (2 if "--drafters" in flags else 1)
     assert "rows/s" in table(report)
 
 
@@ -75,5 +77,7 @@ def test_mistakes_are_one_line() -> None:
         main(["drafter", "--device", "cpu", "--shape", "nothing"])
     with pytest.raises(UserError, match="bench target: .*no shape"):
         main(["target", "--device", "cpu", "--shape", "nothing"])
+    with pytest.raises(UserError, match="--drafters 0"):
+        main(["drafter", "--device", "cpu", "--drafters", "0"])
     with pytest.raises(UserError, match="invalid int value"):
         main(["drafter", "--context", "many"])
