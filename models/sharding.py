@@ -10,6 +10,8 @@ from torch.distributed.tensor import DTensor, Shard
 def whole_tensor(tensor: Tensor) -> Tensor:
     """`tensor` itself, or all rows of one that FSDP2 split over its ranks, each of which has to call this.
 
+    Where one rank has all rows they are returned as they are: not a copy, and nothing is sent.
+
     `DTensor.full_tensor` goes through a collective that crashes for CUDA tensors over gloo, which ranks that share a
     GPU use (pytorch #132471, #152645); the plain all-gather works on every backend.
     """
@@ -20,6 +22,8 @@ def whole_tensor(tensor: Tensor) -> Tensor:
     assert isinstance(placement, Shard) and placement.dim == 0, f"not split by rows: {tensor.placements}"
     group, ranks = mesh.get_group(shards), mesh.size(shards)
     own = tensor.to_local().detach()
+    if ranks == 1:
+        return own
     rows = -(-tensor.shape[0] // ranks)  # as torch.chunk: the last ranks may have fewer rows, or none
     padded = own.new_zeros(rows, *tensor.shape[1:])
     padded[: own.shape[0]] = own

@@ -19,6 +19,12 @@ def gather_all() -> dict[str, tuple[torch.Size, bool, bool]]:
     }
 
 
+def whole_of_the_only_rank() -> list[bool]:
+    """Per tensor: whether the whole is the memory of the weight itself."""
+    weights = Trainer().model.state_dict().values()
+    return [whole_tensor(weight).data_ptr() == weight.to_local().data_ptr() for weight in weights]
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_whole_tensors_are_those_of_dtensor(ranks: int) -> None:
     """Seven and three rows: shards that differ in length, and, on four ranks, one without any row."""
@@ -26,6 +32,11 @@ def test_whole_tensors_are_those_of_dtensor(ranks: int) -> None:
     for gathered in run_ranks(ranks, gather_all):
         assert {name: shape for name, (shape, _, _) in gathered.items()} == shapes
         assert all(split == (ranks > 1) and equal for _, split, equal in gathered.values())
+
+
+def test_the_rows_of_one_rank_are_not_copied() -> None:
+    (same,) = run_ranks(1, whole_of_the_only_rank)
+    assert same == [True] * 4
 
 
 def test_a_plain_tensor_is_itself() -> None:
