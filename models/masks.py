@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,6 +24,8 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from models.anchors import Anchors
 
+P = ParamSpec("P")
+T = TypeVar("T")
 TILE = 128
 """Rows and columns of a tile, FlexAttention's default."""
 
@@ -126,6 +128,16 @@ def order_tiles(partial: Tensor, full: Tensor) -> Tiles:
     return Tiles(*_ordered(both), *_ordered(both.mT))
 
 
+def compiled_on(device_type: str, make_tables: Callable[P, T]) -> Callable[P, T]:
+    """`make_tables`, compiled on GPUs, where each of its 40 to 60 small kernels costs more to launch than to run."""
+    return _compiled(make_tables) if device_type == "cuda" else make_tables
+
+
+@cache
+def _compiled(make_tables: Callable[..., Any]) -> Callable[..., Any]:
+    return torch.compile(make_tables, dynamic=False, fullgraph=True)
+
+
 def sparse_mask(tiles: Tiles, lengths: tuple[int, int], mask_mod: Callable[..., Tensor]) -> BlockMask:
     """The BlockMask over `lengths` queries and keys that visits `tiles`; `mask_mod` decides in the partial ones."""
     # FlexAttention's kernels walk along a row of indices without asking for its stride.
@@ -161,12 +173,6 @@ def tile_tables(position_N: Tensor, keep_N: Tensor, doc_S: Tensor, block_size: i
     return TileTables(tiles, *(bound.int() for bound in bounds_Q))
 
 
-@cache
-def _tables_on(device_type: str) -> Callable[..., TileTables]:
-    """Compiled on GPUs, where each of some 60 small kernels would cost more to launch than to run."""
-    return torch.compile(tile_tables, dynamic=False, fullgraph=True) if device_type == "cuda" else tile_tables
-
-
 def block_mask(anchors: Anchors, doc_S: Tensor, block_size: int, row_length: int) -> BlockMask:
     """`dense_mask` as a FlexAttention BlockMask, made of device tensors without a grid and without a wait.
 
@@ -176,7 +182,7 @@ def block_mask(anchors: Anchors, doc_S: Tensor, block_size: int, row_length: int
         block_size: B.
         row_length: S; need not be a multiple of a tile.
     """
-    tables = _tables_on(doc_S.device.type)(anchors.position_N, anchors.keep_N, doc_S, block_size)
+    tables = compiled_on(doc_S.device.type, tile_tables)(anchors.position_N, anchors.keep_N, doc_S, block_size)
     rows = anchors.position_N.shape[0] * block_size
     visible = _interval_mask_mod(tables.low_Q, tables.high_Q, tables.own_Q, block_size)
     return sparse_mask(tables.tiles, (rows, row_length + rows), visible)

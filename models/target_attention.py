@@ -15,7 +15,6 @@ import warnings
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import cache
 from typing import Any
 
 import torch
@@ -24,7 +23,7 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
 
 from models.attention import FLEX_OPTIONS
-from models.masks import TILE, Tiles, document_starts, sparse_mask
+from models.masks import TILE, Tiles, compiled_on, document_starts, sparse_mask
 
 NAME = "packed_flex"
 """What transformers knows this attention by."""
@@ -114,15 +113,9 @@ def causal_tiles(doc_S: Tensor, window: int | None) -> tuple[tuple[tuple[Tensor,
     return tuple((partial.int(), full.int()) for partial, full in tables), padded.int()
 
 
-@cache
-def _tiles_on(device_type: str) -> Callable[..., tuple[tuple[tuple[Tensor, Tensor], ...], Tensor]]:
-    """Compiled on GPUs, where each of some 40 small kernels would cost more to launch than to run."""
-    return torch.compile(causal_tiles, dynamic=False, fullgraph=True) if device_type == "cuda" else causal_tiles
-
-
 def causal_mask(doc_S: Tensor, window: int | None = None) -> BlockMask:
     """The mask of a packed row: causal, within documents, within `window` keys where given. No wait for the device."""
-    make_tiles = causal_tiles if _uncompiled.get() else _tiles_on(doc_S.device.type)
+    make_tiles = causal_tiles if _uncompiled.get() else compiled_on(doc_S.device.type, causal_tiles)
     tables, first_S = make_tiles(doc_S, window)
 
     def within_document_and_window(batch: Tensor, head: Tensor, q_index: Tensor, kv_index: Tensor) -> Tensor:

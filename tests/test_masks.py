@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -9,7 +12,7 @@ from hypothesis import strategies as st
 from torch.nn.attention.flex_attention import create_mask
 
 from models.anchors import Anchors, anchor_generator, sample_anchors
-from models.masks import TILE, block_mask, dense_mask, document_starts
+from models.masks import TILE, block_mask, compiled_on, dense_mask, document_starts
 
 torch.set_num_threads(1)
 
@@ -111,3 +114,24 @@ def test_every_query_sees_something_so_that_no_softmax_is_empty() -> None:
 def test_document_starts() -> None:
     doc_S = torch.tensor([0, 0, 1, 2, 2, 2, -1], dtype=torch.int32)
     assert document_starts(doc_S).tolist() == [0, 0, 2, 3, 3, 3, 6]
+
+
+def test_tables_are_compiled_once_for_gpus_and_run_as_they_are_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[Callable[..., Any], dict[str, bool]]] = []
+
+    def as_compiled(make: Callable[..., Any], **options: bool) -> Callable[..., Any]:
+        asked.append((make, options))
+        return lambda *arguments: make(*arguments)
+
+    def first(doc_S: torch.Tensor) -> torch.Tensor:
+        return doc_S
+
+    def other(doc_S: torch.Tensor) -> torch.Tensor:
+        return doc_S
+
+    monkeypatch.setattr(torch, "compile", as_compiled)
+    assert compiled_on("cpu", first) is first and asked == []
+    compiled = compiled_on("cuda", first)
+    assert compiled_on("cuda", first) is compiled and compiled_on("cuda", other) is not compiled
+    options = {"dynamic": False, "fullgraph": True}
+    assert asked == [(first, options), (other, options)]

@@ -11,7 +11,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._pytree import tree_leaves
 
 from models.anchors import anchor_generator, sample_anchors
-from models.masks import _tables_on, block_mask, dense_mask, tile_tables
+from models.masks import block_mask, compiled_on, dense_mask, tile_tables
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 
@@ -55,7 +55,7 @@ def test_a_row_of_more_than_128_tiles_has_the_tiles_of_a_short_one() -> None:
     mask_S, doc_S = packed_row((9000, 7000), 384)
     anchors = sample_anchors(mask_S, doc_S, 1024, anchor_generator(0, 0, "cuda"))
     arguments = (anchors.position_N, anchors.keep_N, doc_S, 16)
-    compiled, eager = _tables_on("cuda")(*arguments), tile_tables(*arguments)
+    compiled, eager = compiled_on("cuda", tile_tables)(*arguments), tile_tables(*arguments)
     for found, wanted in zip(tree_leaves(compiled), tree_leaves(eager), strict=True):
         assert torch.equal(found, wanted)
 
