@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -11,7 +12,10 @@ from typing import Any
 
 from launcher.compile_proof import Proof
 from launcher.control import Control
+from launcher.errors import RetryableError
 from launcher.whole_files import write_whole
+
+log = logging.getLogger("launcher")
 
 
 @dataclass(frozen=True)
@@ -66,10 +70,27 @@ class TurnBook:
         if not report.verified:
             self.write()
 
-    def write(self) -> None:
-        """Write the turns handed in so far, in rank order."""
+    def write(self, required: bool = False) -> None:
+        """Write the turns handed in so far, in rank order.
+
+        A disk that takes them not costs one warning of all ranks: training needs no report, and a turn that is not
+        proved ends the run with what was missing. A dry run has nothing else to show.
+
+        Args:
+            required: raise instead of the warning.
+
+        Raises:
+            RetryableError: the disk does not take a report that is required.
+        """
         keys = [f"report/{rank}" for rank in self._ranks]
         turns = [turn for key in keys if (turn := self._control.get(key)) is not None]
         verified = len(turns) == len(keys) and all(turn["verified"] for turn in turns)
         document = {**self._header, "verified": verified, "turns": turns}
-        write_whole(self._path, json.dumps(document, indent=2) + "\n")
+        try:
+            write_whole(self._path, json.dumps(document, indent=2) + "\n")
+        except OSError as error:
+            problem = f"{self._path} lacks this start's turns: {error.strerror}"
+            if required:
+                raise RetryableError(problem, "make room there") from error
+            if self._control.claim("report/unwritten", problem):
+                log.warning("%s (each rank's log has its own)", problem)

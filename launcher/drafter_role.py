@@ -34,7 +34,7 @@ def run_drafter(rank: Rank, drafter_turns: OrderedTurns, target_turns: OrderedTu
         if config.target.compile:
             target_turns.join()
     if rank.leads_drafters:
-        turn_book(rank, factory).write()
+        turn_book(rank, factory).write(required=config.dry_run)
     if config.dry_run:
         done = "compiled and proved" if report.verified else "ran, uncompiled and unproved,"
         return f"dry run: {len(rank.topology.drafter_ranks)} drafter ranks {done} the training step"
