@@ -35,15 +35,21 @@ class Calibration:
         best = best_split(split.ranks, rates, split.target_tp)
         if not rank.split_is_guess or not is_clearly_better(best, split, rates):
             return None
-        restarts = steps_left > 0 and can_start_again(rank.topology.nodes)
+        restarts = steps_left > 0 and can_start_again(rank.topology.nodes) and self._ask(best)
         then = "saving, then starting again with it" if restarts else "the next start will use it"
         rank.journal.announce(f"topology.split=auto, measured: {explain_choice(best, split, rates)}; {then}")
         return best if restarts else None
 
-    def ask(self, split: Split) -> None:
-        """Have launch.sh start the run again, once this attempt has ended well."""
-        if self._rank.leads_drafters:
-            ask_for_another_start(self._rank.attempt_dir, split)
+    def _ask(self, split: Split) -> bool:
+        """Have launch.sh start the run again, once this attempt has ended well; whether the first drafter could.
+
+        Asked before anything is given up: without it the run has to go on as it is.
+        """
+        rank, limit = self._rank, self._rank.config.runtime.step_timeout
+        with rank.lifecycle.phase("step", limit, defer_stop=True):
+            if rank.leads_drafters:
+                rank.control.set("again", ask_for_another_start(rank.attempt_dir, split))
+            return rank.wait_for("again", "the first drafter to ask for another start", limit)
 
 
 def can_start_again(nodes: int) -> bool:

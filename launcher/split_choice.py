@@ -113,9 +113,15 @@ def save_rates(folder: Path, config: Config, rates: Rates) -> None:
         log.warning("measured rates are not kept in %s: %s", folder, error.strerror)
 
 
-def ask_for_another_start(attempt: Path, split: Split) -> None:
-    """Leave word for launch.sh to start the run again with this split."""
-    write_whole(attempt / AGAIN_FILE, json.dumps(asdict(split)))
+def ask_for_another_start(attempt: Path, split: Split) -> bool:
+    """Leave word for launch.sh to start the run again with this split; False, and a warning, if the disk does not take
+    it: a slower split is no reason to end a run."""
+    try:
+        write_whole(attempt / AGAIN_FILE, json.dumps(asdict(split)))
+    except OSError as error:
+        log.warning("the run keeps its split: %s cannot be written: %s", attempt / AGAIN_FILE, error.strerror)
+        return False
+    return True
 
 
 def flags_of_another_start(attempt: Path) -> list[str]:

@@ -106,7 +106,6 @@ class Training:
         with self.rank.lifecycle.phase("step", self.config.runtime.step_timeout, defer_stop=True):
             self.receiver.drain(self.config.runtime.step_timeout)
         self.receiver.close()
-        self.calibration.ask(split)
         self.rank.control.set("ended", done)
         self.metrics.close()
         return f"measured for {done - self.schedule.start_step} steps, going on as {split}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn, cast
@@ -96,13 +97,16 @@ def test_rates_are_kept_by_what_they_depend_on(tmp_path: Path) -> None:
     assert load_rates(tmp_path, auto()) == RATES
 
 
-def test_rates_that_cannot_be_kept_cost_a_warning(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+@pytest.fixture
+def full_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     def full(self: Path, text: str) -> NoReturn:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(Path, "write_text", full)
+
+
+@pytest.mark.usefixtures("full_disk")
+def test_rates_that_cannot_be_kept_cost_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     save_rates(tmp_path, auto(), RATES)
     assert caplog.messages == [f"measured rates are not kept in {tmp_path}: No space left on device"]
 
@@ -120,17 +124,17 @@ def test_all_ranks_take_the_first_ones_choice() -> None:
 
 def test_another_start_is_asked_for_in_flags(tmp_path: Path) -> None:
     assert flags_of_another_start(tmp_path) == []
-    ask_for_another_start(tmp_path, Split(2, 6))
+    assert ask_for_another_start(tmp_path, Split(2, 6))
     again = parse(["--preset=tiny", "--topology.split=auto", "--resume=none", *flags_of_another_start(tmp_path)]).config
     assert choose_split(again, 8, RATES, None) == Choice(Split(2, 6)) and again.runtime.resume == "auto"
 
 
 class Rank(SimpleNamespace):
-    """What a calibration sees of its rank."""
+    """What a calibration sees of its rank; ranks that are given one `told` are of one run."""
 
-    def __init__(self, folder: Path, guess: bool, leads: bool = True) -> None:
+    def __init__(self, folder: Path, guess: bool, leads: bool = True, told: dict[str, Any] | None = None) -> None:
         self.lines: list[str] = []
-        split = Split(5, 3)
+        split, told = Split(5, 3), {} if told is None else told
         super().__init__(
             config=auto(),
             topology=SimpleNamespace(split=split, nodes=1),
@@ -139,7 +143,13 @@ class Rank(SimpleNamespace):
             split_is_guess=guess,
             attempt_dir=folder,
             journal=SimpleNamespace(announce=self.lines.append),
+            lifecycle=SimpleNamespace(phase=lambda *_, defer_stop: nullcontext()),
+            control=SimpleNamespace(set=told.__setitem__),
+            wait_for=lambda key, what, timeout: told[key],
         )
+
+
+LAP = {"target_row_seconds": 0.035, "drafter_row_seconds": 0.118, "data_wait": 0.0, "target_wait": 0.5}
 
 
 @pytest.mark.parametrize("supervised", [True, False])
@@ -150,10 +160,9 @@ def test_calibration_looks_once_and_only_launch_sh_can_start_again(
     monkeypatch.setenv(SUPERVISED, "1") if supervised else monkeypatch.delenv(SUPERVISED, raising=False)
     rank, balance = Rank(tmp_path, guess), Balance(Split(5, 3))
     calibration = Calibration(cast(Any, rank), balance)
-    lap = {"target_row_seconds": 0.035, "drafter_row_seconds": 0.118, "data_wait": 0.0, "target_wait": 0.5}
     found = []
     for _ in range(WARM_UP_STEPS + CALIBRATION_STEPS + 3):
-        balance.add(lap)
+        balance.add(LAP)
         found.append(calibration.better_split(steps_left=10))
     looked = WARM_UP_STEPS + CALIBRATION_STEPS - 1
     assert found[looked] == (Split(2, 6) if guess and supervised else None)
@@ -162,6 +171,31 @@ def test_calibration_looks_once_and_only_launch_sh_can_start_again(
     assert [line.rpartition("; ")[2] for line in rank.lines] == (
         [] if not guess else ["saving, then starting again with it" if supervised else "the next start will use it"]
     )
+    assert bool(flags_of_another_start(tmp_path)) == (guess and supervised)
+
+
+@pytest.mark.parametrize("room", [True, False])
+def test_a_disk_that_takes_no_word_of_a_better_split_costs_that_split_on_every_drafter(
+    room: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    request: pytest.FixtureRequest,
+) -> None:
+    monkeypatch.setenv(SUPERVISED, "1")
+    if not room:
+        request.getfixturevalue("full_disk")
+    told: dict[str, Any] = {}
+    ranks = [Rank(tmp_path, guess=True, leads=leads, told=told) for leads in (True, False)]
+    balance = Balance(Split(5, 3))
+    for _ in range(WARM_UP_STEPS + CALIBRATION_STEPS):
+        balance.add(LAP)
+    found = [Calibration(cast(Any, rank), balance).better_split(steps_left=10) for rank in ranks]
+    assert found == [Split(2, 6) if room else None] * 2
+    then = "saving, then starting again with it" if room else "the next start will use it"
+    assert all(rank.lines[0].endswith(f"; {then}") for rank in ranks)
+    lost = f"the run keeps its split: {tmp_path / 'again.json'} cannot be written: No space left on device"
+    assert [line for line in caplog.messages if "again.json" in line] == ([] if room else [lost])
 
 
 @pytest.mark.slow
