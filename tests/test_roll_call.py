@@ -1,4 +1,4 @@
-"""The roll call of several nodes over real sockets: refusals, missing nodes, strangers, signals."""
+"""The roll call of several nodes over real sockets: who meets, refuses, is missing, calls again, is interrupted."""
 
 from __future__ import annotations
 
@@ -7,72 +7,29 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from launcher import roll_call as roll_call_module
-from launcher import roll_call_desk
-from launcher.cli import Command
-from launcher.config import validate
-from launcher.errors import LauncherError, RetryableError, UserError
-from launcher.roll_call import find_address, roll_call, take
+from launcher.errors import RetryableError, UserError
+from launcher.roll_call import take
 from launcher.roll_call_desk import open_port
 from launcher.roll_call_verdict import RollCallError
-from tests.node_calls import BUILD, call
+from tests.node_calls import LONG, call, connect, node, together
+from tests.node_calls import eager as eager
+from tests.node_calls import free_address as free_address
 
 ROOT = Path(__file__).resolve().parent.parent
-# What a wait may take on a busy machine; tests that pass take a small part of it.
-LONG = 60.0
-
-
-@pytest.fixture
-def master() -> str:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return f"127.0.0.1:{listener.getsockname()[1]}"
-
-
-@pytest.fixture(autouse=True)
-def eager(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A node that nobody answers yet calls again at once."""
-    monkeypatch.setattr(roll_call_module, "RETRY_SECONDS", 0.05)
 
 
 @pytest.fixture
 def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where somebody is missing anyway, a start that cannot be ends soon."""
     monkeypatch.setattr(roll_call_module, "TELL_SECONDS", 1.0)
-
-
-def together(*parts: Callable[[], Any]) -> list[Any]:
-    """What each part returns or raises, all at once."""
-
-    def outcome(part: Callable[[], Any]) -> Any:
-        try:
-            return part()
-        except LauncherError as error:
-            return error
-
-    with ThreadPoolExecutor(len(parts)) as pool:
-        return list(pool.map(outcome, parts))
-
-
-def node(number: int, master: str, nodes: int = 2, refusal: LauncherError | None = None, **flags: Any) -> list[str]:
-    """One node's checks and call; returns what it said on its console."""
-    said: list[str] = []
-    config = validate({"runtime": {"init_timeout": flags.pop("patience", LONG)}})
-    command = Command("train", [], config, nnodes=nodes, node_rank=number, master=master)
-    with roll_call(command, said.append) as ready:
-        if refusal is not None:
-            raise refusal
-        ready(flags.get("ranks", 2), False, flags.get("build", BUILD))
-    return said
 
 
 def after(seconds: float, part: Callable[[], Any]) -> Any:
@@ -149,99 +106,6 @@ def test_a_node_that_hangs_up_may_call_again(master: str) -> None:
 
     first, others = together(lambda: node(0, master, 3), call_again)
     assert all(isinstance(said, list) for said in (first, *others))
-
-
-def connect(master: str) -> socket.socket:
-    """A stranger's connection, as soon as somebody listens."""
-    host, _, port = master.rpartition(":")
-    deadline = time.monotonic() + LONG
-    while True:
-        try:
-            return socket.create_connection((host, int(port)), timeout=LONG)
-        except ConnectionRefusedError:
-            assert time.monotonic() < deadline, "nobody listens"
-            time.sleep(0.05)
-
-
-def hung_up(link: socket.socket) -> bool:
-    try:
-        return link.recv(1) == b""
-    except ConnectionResetError:
-        return True
-
-
-def test_strangers_neither_stop_nor_block_the_call(master: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(roll_call_desk, "SPEAK_SECONDS", 0.3)
-
-    lines = (b"GET / HTTP/1.1\r\n\r\n", b"x" * (70 << 10), b"\x16\x03\x01\n", b"{", b"")
-
-    def strangers() -> list[bool]:
-        links = [connect(master) for _ in range(5)]
-        for link, line in zip(links, lines, strict=True):
-            with suppress(OSError):  # already turned away
-                link.sendall(line)
-        ended = [hung_up(link) for link in links]
-        for link in links:
-            link.close()
-        return ended
-
-    def then_call() -> list[str]:
-        assert strangers() == [True] * 5
-        return node(1, master)
-
-    first, other = together(lambda: node(0, master), then_call)
-    assert isinstance(first, list) and isinstance(other, list)
-
-
-def test_no_more_strangers_than_can_be_held(master: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(roll_call_desk, "STRANGERS", 2)
-
-    def crowd() -> bool:
-        with connect(master), connect(master), connect(master) as third:
-            ended = hung_up(third)
-        node(1, master)
-        return ended
-
-    assert together(lambda: node(0, master), crowd)[1] is True
-
-
-@pytest.fixture
-def echo(master: str) -> Iterator[None]:
-    """Something that holds the port and sends back what it gets."""
-    host, _, port = master.rpartition(":")
-    with socket.create_server((host, int(port))) as listener:
-
-        def serve() -> None:
-            while True:
-                try:
-                    link, _ = listener.accept()
-                except OSError:
-                    return
-                with link:
-                    link.sendall(link.recv(1 << 16))
-
-        thread = threading.Thread(target=serve, daemon=True)
-        thread.start()
-        yield
-        listener.shutdown(socket.SHUT_RDWR)
-        thread.join(LONG)
-
-
-@pytest.mark.usefixtures("echo")
-def test_a_port_that_something_else_holds(master: str) -> None:
-    (first,) = together(lambda: node(0, master))
-    assert first.code == 75 and f"cannot listen on port {master.rpartition(':')[2]} of this node: Address" in str(first)
-    (other,) = together(lambda: node(1, master, patience=1.0))
-    assert other.code == 75 and str(other).startswith(f"node 0 did not answer at {master}")
-
-
-def test_a_host_without_an_address_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    def unknown(*args: object) -> None:
-        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
-
-    monkeypatch.setattr(socket, "getaddrinfo", unknown)
-    with pytest.raises(UserError, match="--master: nosuch has no address: .*Name or service not known"):
-        find_address("nosuch", 0.1)
 
 
 def test_one_node_calls_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
