@@ -70,6 +70,10 @@ class OrderedTurns:
         """Seconds that all turns together may take."""
         return self._turn_timeout * (max(map(len, self._nodes)) + 1)
 
+    def waits(self, rank: int) -> bool:
+        """Whether others' turns come before that of `rank`."""
+        return bool(predecessors(self._order, self._of_node(rank), rank))
+
     @contextmanager
     def turn(self, rank: int) -> Iterator[Turn]:
         """Wait for the turn of `rank`, hold it for the body, pass it on.
@@ -77,7 +81,7 @@ class OrderedTurns:
         The body may pass the turn on before its end, and go on to what needs no turn; `join` waits for its end. A body
         that raises does not pass the turn on: the failure ends the run on every rank.
         """
-        ranks = next(ranks for ranks in self._nodes if rank in ranks)
+        ranks = self._of_node(rank)
         turn = Turn(rank, ranks.index(rank), len(ranks), lambda: self._pass_on(turn))
         for before in predecessors(self._order, ranks, rank):
             # The owner of a turn is held to its own deadline; the margin covers its start-up.
@@ -100,6 +104,9 @@ class OrderedTurns:
         if not turn.end:
             turn.end = time.time()
             self._control.set(self._key("passed", turn.rank), turn.seconds)
+
+    def _of_node(self, rank: int) -> list[int]:
+        return next(ranks for ranks in self._nodes if rank in ranks)
 
     def _key(self, what: str, rank: int) -> str:
         return f"turns/{self._name}/{what}/{rank}"

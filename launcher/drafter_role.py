@@ -69,7 +69,7 @@ def compile_in_turn(rank: Rank, factory: StepFactory, batch: RowBatch, turns: Or
     """Build a scratch step, pass the gate with it, and leave its memory to the real one."""
     watch, device, train = Stopwatch(), rank.torch_device, rank.config.train
     with rank.lifecycle.phase("load", rank.config.runtime.load_timeout):
-        warm_up(device, compute_dtype(rank.config), rank.groups.solo)
+        warm_up(device, compute_dtype(rank.config), rank.groups.solo, turns.waits(rank.role.rank))
         watch.lap("imports")
         sharded = len(rank.topology.drafter_ranks) > 1
         step = factory.build(solo_mesh(rank.groups, rank.device), 1, sharded)

@@ -1,4 +1,4 @@
-"""After the gate a step that compiles again is an error, or a warning, that names what changed."""
+"""What the compiler did, by its own count; after the gate, compiling again is an error that names what changed."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import torch
 from torch._dynamo.exc import RecompileError
-from torch._dynamo.utils import counters
+from torch._dynamo.utils import compilation_time_metrics, counters
 
 from launcher.errors import LauncherError
 
@@ -21,6 +21,15 @@ REASONS = "torch._dynamo.guards.__recompiles"
 def graphs_compiled() -> int:
     """Graphs that this process has compiled or loaded from the cache since its counters were cleared."""
     return counters["stats"]["unique_graphs"]
+
+
+def compiler_seconds() -> dict[str, float]:
+    """Seconds that this process has spent on tracing, and on compiling what was traced or loading it from the cache."""
+    whole, backend, backward = (
+        sum(compilation_time_metrics.get(name, []))
+        for name in ("_compile.compile_inner", "OutputGraph.call_user_compiler", "backward._backward_impl")
+    )
+    return {"trace": whole - backend, "compile": backend + backward}
 
 
 def forbid_recompiles(on_recompile: str) -> None:

@@ -21,7 +21,7 @@ from launcher.target_loading import load_target
 from launcher.target_team import SharedRows, TargetTeam
 from launcher.transfer import RowSender
 from launcher.transport_choice import make_transport
-from launcher.warm_up import import_compiler
+from launcher.warm_up import is_compiling_on, start_compiler
 from models.draft_step import RowBatch
 from models.target import TappedTarget
 from models.target_files import user_cache
@@ -104,7 +104,8 @@ class RowProducer:
 
         rank = self._rank
         with rank.lifecycle.phase("load", rank.config.runtime.load_timeout):
-            import_compiler(rank.torch_device)
+            if is_compiling_on():
+                start_compiler(rank.torch_device)
         announce = partial(rank.journal.announce, every_rank=self._team.leads)
         turn = self._team.turn(turns)
         pass_target_gate(rank.role.rank, turn, self._target, run_row, announce, self._record)

@@ -1,7 +1,7 @@
 """What a rank does before its turn so that the turn holds nothing but compiling.
 
-A first compile with a warm cache spends most of its time on imports; GPU libraries start with their first call. None of
-that needs a turn.
+A first compile with a warm cache spends most of its time on imports and on what torch computes once in a process; GPU
+libraries start with their first call. None of that needs a turn.
 """
 
 from __future__ import annotations
@@ -12,6 +12,10 @@ from importlib.util import find_spec
 
 import torch
 import torch.distributed as dist
+
+from models.dflash import DFlashConfig, DFlashDrafter
+from models.draft_step import DraftForward, FrozenEnds, RowBatch
+from models.masks import tile_tables
 
 # Imported by torch with the first compile, and these import the rest.
 COMPILER = (
@@ -44,11 +48,37 @@ GPU = (
     "models.loss_kernels",
     "models.master_kernels",
 )
+# The drafter of the rehearsal and its row.
+TINY = DFlashConfig(
+    hidden_size=64,
+    intermediate_size=64,
+    num_layers=1,
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=32,
+    rms_norm_eps=1e-6,
+    rope_theta=1e4,
+    rope_parameters=None,
+    vocab_size=128,
+    max_position_embeddings=128,
+    block_size=4,
+    mask_token_id=0,
+    target_layer_ids=(0,),
+    num_target_layers=2,
+)
+ROW_LENGTH = 32
 
 
-def warm_up(device: torch.device, dtype: torch.dtype, group: dist.ProcessGroup | None) -> None:
-    """Import the compiler and start the device's libraries: context, cuBLAS, NCCL over `group`, autograd's threads."""
-    import_compiler(device)
+def warm_up(device: torch.device, dtype: torch.dtype, group: dist.ProcessGroup | None, rehearse: bool) -> None:
+    """Start the compiler and the device's libraries: context, cuBLAS, NCCL over `group`, autograd's threads.
+
+    Args:
+        rehearse: also trace something: for ranks that have to wait for others' turns in any case.
+    """
+    if is_compiling_on():
+        start_compiler(device)
+        if rehearse:
+            rehearse_tracing(flex=device.type == "cuda")
     square = torch.ones(256, 256, device=device, dtype=dtype, requires_grad=True)
     (square @ square).sum().backward()
     dist.all_reduce(torch.zeros(1, device=device), group=group)
@@ -56,17 +86,56 @@ def warm_up(device: torch.device, dtype: torch.dtype, group: dist.ProcessGroup |
         torch.cuda.synchronize()
 
 
-def import_compiler(device: torch.device) -> None:
-    """Import what the first compile for `device` would, unless compiling is turned off."""
-    # torch.compile looks at both; this option follows TORCH_COMPILE_DISABLE alone.
-    if torch._dynamo.config.disable or os.environ.get("TORCHDYNAMO_DISABLE") == "1":
-        return
+def is_compiling_on() -> bool:
+    """Whether the user left torch.compile on, which looks at both; this option follows TORCH_COMPILE_DISABLE alone."""
+    return not torch._dynamo.config.disable and os.environ.get("TORCHDYNAMO_DISABLE") != "1"
+
+
+def start_compiler(device: torch.device) -> None:
+    """Import what the first compile for `device` would, and compute what the keys of Inductor's cache begin with."""
     for name in COMPILER + GPU if device.type == "cuda" else COMPILER:
         # Some exist in some versions of torch only.
         if find_spec(name) is not None:
             import_module(name)
+    from torch._inductor.codecache import CacheBase, torch_key
     from torch._inductor.codegen.common import init_backend_registration
 
     # Both import every backend, as the first compile would.
     torch._dynamo.list_backends()
     init_backend_registration()
+    # Hashes of torch's and of Triton's sources; on a CPU, what its C++ compiler can do.
+    torch_key()
+    CacheBase.get_system()
+    if device.type == "cpu":
+        from torch._inductor.cpu_vec_isa import pick_vec_isa
+
+        pick_vec_isa()
+
+
+def rehearse_tracing(flex: bool) -> None:
+    """Trace a tiny drafter on the CPU, by the code of the real one: most of a first trace is work of once a process.
+
+    Nothing is compiled: what is traced runs as it is, and Dynamo forgets it.
+
+    Args:
+        flex: also what makes FlexAttention's tables of tiles.
+    """
+    drafter = DFlashDrafter(TINY)
+    drafter.compile_layers("eager")
+    table_VH = torch.zeros(TINY.vocab_size, TINY.hidden_size)
+    doc_S = torch.zeros(ROW_LENGTH, dtype=torch.int32)
+    row = RowBatch(
+        index=0,
+        features=torch.zeros(ROW_LENGTH, len(TINY.target_layer_ids) * TINY.hidden_size),
+        ids=torch.zeros(ROW_LENGTH, dtype=torch.int64),
+        loss_mask=torch.ones(ROW_LENGTH, dtype=torch.bool),
+        doc=doc_S,
+        positions=torch.arange(ROW_LENGTH),
+    )
+    step = DraftForward(drafter, FrozenEnds(table_VH, table_VH), anchors=2, backend="sdpa")
+    step(row).loss.backward()
+    if flex:
+        make_tables = torch.compile(tile_tables, backend="eager", dynamic=False, fullgraph=True)
+        anchors = step.block_inputs(row).anchors
+        make_tables(anchors.position_N, anchors.keep_N, doc_S, TINY.block_size)
+    torch._dynamo.reset()

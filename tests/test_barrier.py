@@ -119,3 +119,8 @@ def test_waiting_is_bounded_and_names_the_rank() -> None:
 )
 def test_predecessors(order: Order, expected: list[list[int]]) -> None:
     assert [predecessors(order, [4, 5, 6], rank) for rank in (4, 5, 6)] == expected
+
+
+def test_only_the_first_of_a_node_waits_for_nobody() -> None:
+    turns = OrderedTurns("drafter", [[2, 3], [6, 7]], "ordered", 1.0, cast("Any", None), cast("Any", None))
+    assert [turns.waits(rank) for rank in (2, 3, 6, 7)] == [False, True, False, True]
