@@ -18,10 +18,14 @@ from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 from torch._dynamo.utils import counters
 
 from launcher.barrier import OrderedTurns, Turn
-from launcher.compile_proof import Proof, ProofError, examine
+from launcher.compile_proof import UNCOMPILED, Proof, ProofError, examine
 from launcher.compile_report import Stopwatch, TurnBook, TurnReport
 from launcher.drafter_step import DrafterStep
+from launcher.errors import ExitCode
+from launcher.outcome import failure_code
+from launcher.recompiles import compiler_seconds
 from models.draft_step import RowBatch
+from models.target_files import first_line
 
 log = logging.getLogger("launcher")
 
@@ -59,22 +63,35 @@ def pass_gate(
         watch.lap("wait")
         counters.clear()
         run_step = partial(run_once, step, batch, accumulation)
-        proof, failure = Proof(step.forward.backend), None
+        proof, failure, undone = Proof(step.forward.backend), None, "the step did not run"
         try:
-            run_step()
-            watch.lap("compile")
-            cache = cache_counts()
+            compile_with(run_step, watch)
+            cache, undone = cache_counts(), "the proof did not end"
             turn.pass_on()
             proof = examine(step, batch, accumulation, run_step, fewest_graphs(step))
             watch.lap("proof")
         except Exception as error:  # raised below, once the report is written
             failure, cache = error, cache_counts()
-            proof = replace(proof, missing=(f"the step did not run: {type(error).__name__}: {error}",))
+            cause = cause_of(error)
+            proof = replace(proof, missing=(f"{undone}: {type(cause).__name__}: {first_line(cause)}",))
         report = _report(turn, watch, cache, proof)
         book.add(report)
         announce(report.line(turn.place, turn.count, proof))
         _judge(proof, failure)
     return report
+
+
+def compile_with(run: Callable[[], object], watch: Stopwatch) -> None:
+    """Run for the first time what is to be compiled, and note what of that was tracing and compiling."""
+    before = compiler_seconds()
+    run()
+    watch.lap("run", {part: seconds - before[part] for part, seconds in compiler_seconds().items()})
+
+
+def cause_of(error: Exception) -> Exception:
+    """What a backend ran into, which torch wraps; else the error itself."""
+    inner = getattr(error, "inner_exception", None)
+    return inner if isinstance(inner, Exception) else error
 
 
 def run_once(step: DrafterStep, batch: RowBatch, accumulation: int) -> None:
@@ -106,12 +123,18 @@ def cache_counts() -> tuple[int, int]:
 
 def _judge(proof: Proof, failure: Exception | None) -> None:
     """Raise for what is missing; compiling that the user turned off is reported, not proved."""
-    if failure is not None and not isinstance(failure, TorchDynamoException | FailOnRecompileLimitHit):
-        raise failure
-    if os.environ.get("TORCHDYNAMO_DISABLE") == "1" and proof.backend == "sdpa":
+    if failure is not None:
+        cause = cause_of(failure)
+        if cause is not failure and failure_code(cause) is ExitCode.RETRY:
+            raise cause from failure  # no memory, or no room on a disk: that says nothing about the step
+        if not isinstance(failure, TorchDynamoException | FailOnRecompileLimitHit):
+            raise failure
+    missing = proof.missing
+    if missing and os.environ.get("TORCHDYNAMO_DISABLE") == "1" and proof.backend == "sdpa":
         log.warning("the training step runs uncompiled and unproved: TORCHDYNAMO_DISABLE is set")
-    elif proof.missing:
-        raise ProofError("; ".join(proof.missing), ADVICE) from failure
+        missing = tuple(phrase for phrase in missing if UNCOMPILED not in phrase)
+    if missing:
+        raise ProofError("; ".join(missing), ADVICE) from failure
 
 
 def _report(turn: Turn, watch: Stopwatch, cache: tuple[int, int], proof: Proof) -> TurnReport:

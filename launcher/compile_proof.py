@@ -26,6 +26,8 @@ from models.masks import dense_mask
 # matmul chain, float8 operands 4e-2. Gradients pass through about twice as many GEMMs.
 TOLERANCES = {"bf16": 0.05, "float32": 2e-3, "float8": 0.2}
 
+UNCOMPILED = "some of the step ran uncompiled"
+
 
 class ProofError(LauncherError):
     """The compiled step is not what it should be; the message says what was missing."""
@@ -183,4 +185,4 @@ def number_problems(output_error: float, gradient_error: float, precision: str) 
 
 
 def _too_few(graphs: int, wanted: int) -> str:
-    return f"{graphs} graphs were compiled instead of {wanted}: some of the step ran uncompiled"
+    return f"{graphs} graphs were compiled instead of {wanted}: {UNCOMPILED}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -23,7 +24,8 @@ class TurnReport:
     """One rank's entry; `start` and `end` in seconds since the epoch.
 
     seconds: the serial part, during which ranks after it wait.
-    parts: seconds by name; `imports` and `build` come before the turn, `proof` after it was passed on.
+    parts: seconds by name, from the first to the last; `imports` and `build` come before the turn, which is `trace`,
+        `compile` (or loading from the cache) and `run`, and `proof` after it was passed on.
     verified: nothing is missing from the proof.
     """
 
@@ -52,9 +54,11 @@ class Stopwatch:
         self.laps: dict[str, float] = {}
         self._last = perf_counter()
 
-    def lap(self, name: str) -> None:
-        now = perf_counter()
-        self.laps[name] = round(now - self._last, 3)
+    def lap(self, name: str, within: Mapping[str, float] | None = None) -> None:
+        """End a lap. What is known of some parts `within` it goes under their own names, the rest under `name`."""
+        now, within = perf_counter(), within or {}
+        rest = now - self._last - sum(within.values())
+        self.laps |= {part: round(seconds, 3) for part, seconds in [*within.items(), (name, rest)]}
         self._last = now
 
 
@@ -85,12 +89,21 @@ class TurnBook:
         keys = [f"report/{rank}" for rank in self._ranks]
         turns = [turn for key in keys if (turn := self._control.get(key)) is not None]
         verified = len(turns) == len(keys) and all(turn["verified"] for turn in turns)
-        document = {**self._header, "verified": verified, "turns": turns}
+        document = _finite({**self._header, "verified": verified, "turns": turns})
         try:
-            write_whole(self._path, json.dumps(document, indent=2) + "\n")
+            write_whole(self._path, json.dumps(document, indent=2, allow_nan=False) + "\n")
         except OSError as error:
             problem = f"{self._path} lacks this start's turns: {error.strerror}"
             if required:
                 raise RetryableError(problem, "make room there") from error
             if self._control.claim("report/unwritten", problem):
                 log.warning("%s (each rank's log has its own)", problem)
+
+
+def _finite(value: Any) -> Any:
+    """The same with null for what is no number in JSON: an error that is infinite, told in words in `missing`."""
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

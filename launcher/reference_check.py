@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
@@ -101,4 +103,6 @@ def _float32_copy(drafter: DFlashDrafter) -> DFlashDrafter:
 
 
 def _relative(found: Tensor, wanted: Tensor) -> float:
-    return float((found.float() - wanted.float()).norm() / wanted.float().norm().clamp(min=1e-12))
+    """Infinite where either is not finite: a NaN would compare as if it were no error."""
+    error = float((found.float() - wanted.float()).norm() / wanted.float().norm().clamp(min=1e-12))
+    return error if math.isfinite(error) else math.inf

@@ -15,9 +15,11 @@ from torch._dynamo.exc import TorchDynamoException
 from torch._dynamo.utils import counters
 
 from launcher.barrier import Turn
-from launcher.compile_gate import ADVICE, cache_counts
+from launcher.compile_gate import ADVICE, cache_counts, cause_of, compile_with
 from launcher.compile_proof import ProofError, launches, watch_step
 from launcher.compile_report import Stopwatch, TurnReport
+from launcher.errors import ExitCode
+from launcher.outcome import failure_code
 from launcher.recompiles import graphs_compiled
 from models.draft_step import RowBatch
 from models.target import TappedTarget, token_errors
@@ -79,8 +81,7 @@ def pass_target_gate(
     with turn_of as turn:
         watch.lap("wait")
         counters.clear()
-        _compile(target, run_row)
-        watch.lap("compile")
+        _compile(target, run_row, watch)
         cache = cache_counts()
         turn.pass_on()
         proof = examine(target, expected, run_row)
@@ -95,12 +96,14 @@ def pass_target_gate(
     return report
 
 
-def _compile(target: TappedTarget, run_row: Callable[[], RowBatch]) -> None:
+def _compile(target: TappedTarget, run_row: Callable[[], RowBatch], watch: Stopwatch) -> None:
     target.compile_layers()
     try:
-        run_row()
+        compile_with(run_row, watch)
     except TorchDynamoException as error:
-        cause = getattr(error, "inner_exception", error)  # a backend's failure says less than what it ran into
+        cause = cause_of(error)
+        if failure_code(cause) is ExitCode.RETRY:
+            raise cause from error
         raise ProofError(
             f"the target's layers do not compile: {type(cause).__name__}: {first_line(cause)}",
             "set target.compile=false and target.attention=sdpa for this target, or choose another one",

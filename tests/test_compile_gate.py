@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -13,8 +15,10 @@ import torch
 import torch.distributed as dist
 from torch._dynamo.exc import RecompileError
 
+import launcher.compile_proof
 import models.draft_step
 from launcher.compile_proof import ProofError
+from launcher.outcome import failure_code
 from launcher.recompiles import forbid_recompiles, graphs_compiled, recompile_reason
 from models.anchors import Anchors
 from models.dflash import DFlashDrafter
@@ -54,8 +58,10 @@ def test_a_good_turn_is_proved(group: dist.ProcessGroup, tmp_path: Path, sharded
     assert passed.report["verified"] and passed.report["attention"] == "sdpa"
     assert passed.proof["graphs"] == 4 and passed.proof["missing"] == []
     assert 0 < passed.proof["output_error"] < 2e-3 and passed.proof["graph_breaks"] == 0
-    assert list(passed.turn.parts) == ["wait", "compile", "proof"]
-    assert passed.turn.seconds == pytest.approx(passed.turn.parts["compile"], abs=0.2), "the proof is not serial"
+    assert list(passed.turn.parts) == ["wait", "trace", "compile", "run", "proof"]
+    serial = [passed.turn.parts[part] for part in ("trace", "compile", "run")]
+    assert passed.turn.seconds == pytest.approx(sum(serial), abs=0.2), "the proof is not serial"
+    assert all(seconds > 0 for seconds in serial)
     assert len(passed.console) == 1 and "0 graph breaks" in passed.console[0]
 
 
@@ -126,6 +132,65 @@ def test_the_gate_is_not_fooled(
     assert re.search(missing, str(passed.error) if isinstance(passed.error, ProofError | RuntimeError) else "")
     assert not passed.report["verified"] and re.search(missing, "; ".join(passed.proof["missing"]))
     assert "NOT PROVED" in passed.console[0] and re.search(missing, passed.console[0])
+
+
+@pytest.mark.parametrize(
+    "trouble",
+    [torch.OutOfMemoryError("CUDA out of memory"), OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))],
+    ids=repr,
+)
+def test_a_compiler_without_memory_or_disk_is_no_unproved_step(
+    group: dist.ProcessGroup, tmp_path: Path, trouble: Exception
+) -> None:
+    """torch wraps what a backend raises; a run that may be tried again must end as one."""
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        raise trouble
+
+    step = make_step(group, sharded=False)
+    step.drafter.compile_layers(backend=backend)  # pyrefly: ignore
+    passed = pass_alone(step, make_batch(0), tmp_path)
+    assert passed.error is trouble and failure_code(passed.error) == 75
+    (missing,) = passed.proof["missing"]
+    assert missing == f"the step did not run: {type(trouble).__name__}: {trouble}"
+
+
+def test_a_gradient_that_is_not_finite_is_no_proof(
+    group: dist.ProcessGroup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the step compared with the reference: NaN must not pass as the smaller of two numbers."""
+    step = make_step(group, sharded=False)
+    compile_traced(step.drafter)
+    spoil = spoil_last_gradient(step.drafter)
+    monkeypatch.setattr(launcher.compile_proof, "reference_errors", spoil(launcher.compile_proof.reference_errors))
+    passed = pass_alone(step, make_batch(0), tmp_path)
+    assert isinstance(passed.error, ProofError) and "gradients by inf" in str(passed.error)
+    assert passed.proof["gradient_error"] is None, "JSON knows no infinity"
+
+
+def spoil_last_gradient(drafter: DFlashDrafter) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """A wrapper that makes one gradient NaN while the wrapped function runs."""
+
+    def wrap(function: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any) -> Any:
+            with drafter.fc.weight.register_hook(lambda grad: grad * torch.nan):
+                return function(*args)
+
+        return run
+
+    return wrap
+
+
+def test_switching_the_compiler_off_excuses_nothing_else(
+    group: dist.ProcessGroup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
+    step = make_step(group, sharded=False)
+    passed = pass_alone(step, make_batch(0), tmp_path)
+    assert passed.error is None and passed.turn is not None and not passed.turn.verified
+    _lost_context(step.drafter, monkeypatch)
+    passed = pass_alone(make_step(group, sharded=False), make_batch(0), tmp_path)
+    assert isinstance(passed.error, ProofError) and "dense float32 reference" in str(passed.error)
 
 
 def test_an_error_of_the_step_itself_keeps_its_type_and_is_in_the_report(
