@@ -35,6 +35,8 @@ from launcher.status import FILE_NAME, Status, final_box
 from launcher.topology import resolve_split
 from launcher.torchrun import Torchrun
 
+# Of an attempt's folder, while it runs.
+ERRORS = "torchrun"
 MAIN, AGENT = (Path(__file__).resolve().parent / name for name in ("main.py", "agent.py"))
 RESTARTS_VARIABLE = "LAUNCHER_RESTARTS"
 CPU_RANKS = 8
@@ -133,14 +135,16 @@ def run_attempt(command: Command, ranks: int, worker: Path, restarts: int) -> En
     tee = Tee(attempt / "console.log")
     tee.say(f"[launch] attempt {attempt.name}: {ranks} ranks" + f", restart {restarts}" * bool(restarts))
     environment = rank_environment(os.environ, attempt, restarts, config.runtime.grace, sys.stdout.isatty())
-    ended = run_torchrun(torchrun_command(command, ranks, worker), environment, config, attempt, tee)
+    words = torchrun_command(command, ranks, worker, attempt / ERRORS)
+    ended = run_torchrun(words, environment, config, attempt, tee)
     if ended.status.state in {"failed", "stopped"}:
         tee.say(final_box(ended.status, sys.stdout if sys.stdout.isatty() else None).rstrip())
     tee.close()
     record(ended.status, attempt)
     if former is not None:
         record(former, run_dir)
-    shutil.rmtree(private_folder(str(attempt)), ignore_errors=True)
+    for done_with in (attempt / ERRORS, private_folder(str(attempt))):
+        shutil.rmtree(done_with, ignore_errors=True)
     return ended
 
 
@@ -195,9 +199,13 @@ def choose_ranks(config: Config, asked: int | None, gpus: Sequence[str]) -> int:
     return ranks
 
 
-def torchrun_command(command: Command, ranks: int, worker: Path) -> list[str]:
-    """The command line of torchrun, or of our own on one node; the ranks read the same flags again."""
-    nproc = ["--nproc-per-node", str(ranks)]
+def torchrun_command(command: Command, ranks: int, worker: Path, errors: Path) -> list[str]:
+    """The command line of torchrun, or of our own on one node; the ranks read the same flags again.
+
+    Args:
+        errors: folder for the ranks' last errors, which torchrun would else leave behind in the system's own.
+    """
+    nproc = ["--nproc-per-node", str(ranks), "--log-dir", str(errors)]
     if command.nnodes == 1:
         launcher = [sys.executable, str(AGENT), *nproc]
     else:

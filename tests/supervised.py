@@ -24,7 +24,7 @@ from launcher.errors import LauncherError
 
 run_dir, worker, under, restarts = sys.argv[1:5]
 if under == "plain":  # the script itself stands in for torchrun, which takes seconds to start
-    supervisor.torchrun_command = lambda command, ranks, worker: [sys.executable, "-u", str(worker)]
+    supervisor.torchrun_command = lambda command, ranks, worker, errors: [sys.executable, "-u", str(worker)]
 supervisor.TORCHRUN_SECONDS = 4.0
 runtime = {"run_dir": run_dir, "device": "cpu", "grace": 1}
 options = {"runtime": runtime, "target": {"model": "random:tiny"}}

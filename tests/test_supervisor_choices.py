@@ -13,7 +13,15 @@ from launcher.config import Config, validate
 from launcher.errors import UserError
 from launcher.fallback_status import first_failure, own_lines
 from launcher.status import Status
-from launcher.supervisor import Ended, choose_ranks, going_on, may_restart, newest_checkpoint, rank_environment
+from launcher.supervisor import (
+    Ended,
+    choose_ranks,
+    going_on,
+    may_restart,
+    newest_checkpoint,
+    rank_environment,
+    torchrun_command,
+)
 
 REPORT = """W1129 14:00:00.000000 1 torch/distributed/run.py:852]
 launcher: data.path: no file x
@@ -39,6 +47,14 @@ def test_reads_torchruns_report(tmp_path: Path) -> None:
     assert (failure.rank, failure.exit_code) == (3, -9)
     assert own_lines(tmp_path / "log") == ["launcher: data.path: no file x", "ValueError: bad"]
     assert own_lines(tmp_path / "none") == []
+
+
+@pytest.mark.parametrize("nodes", [[], ["--nnodes", "2", "--node-rank", "1", "--master", "10.0.0.1:29500"]], ids=len)
+def test_torchrun_keeps_nothing_outside_the_run_folder(nodes: list[str], tmp_path: Path) -> None:
+    """By itself it makes a folder in the system's temporary one at every start, and leaves it there."""
+    words = torchrun_command(parse(["--preset=tiny", *nodes]), 2, tmp_path / "main.py", tmp_path / "errors")
+    assert words[words.index("--log-dir") + 1] == str(tmp_path / "errors")
+    assert words.index("--log-dir") < words.index("--"), "it is torchrun's option"
 
 
 def config(device: str = "auto", share: bool = False, **topology: int) -> Config:
