@@ -6,6 +6,7 @@ libraries start with their first call. None of that needs a turn.
 
 from __future__ import annotations
 
+import gc
 import os
 from importlib import import_module
 from importlib.util import find_spec
@@ -84,6 +85,7 @@ def warm_up(device: torch.device, dtype: torch.dtype, group: dist.ProcessGroup |
     dist.all_reduce(torch.zeros(1, device=device), group=group)
     if device.type == "cuda":
         torch.cuda.synchronize()
+    gc.freeze()  # the compiler's modules are not looked through again, which a turn would do several times
 
 
 def is_compiling_on() -> bool:
