@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from launcher.bench_pipeline import PipelineOptions, bench_pipeline, pipeline_table
-from launcher.command_parser import CommandParser
+from launcher.command_parser import CommandParser, at_least
 from launcher.errors import UserError
 from launcher.gpus import gpu_uuids
 from launcher.runtime import RankEnv, choose_device
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 DEFAULTS = {"cuda": ("qwen3-8b", 3072, 512, 20), "cpu": ("tiny", 256, 16, 5)}
 TRANSFERS, PIPELINE_STEPS = 50, 200
+COUNT = at_least(1)
 
 
 def main(args: list[str]) -> int:
@@ -38,25 +39,25 @@ def main(args: list[str]) -> int:
     parts = parser.add_subparsers(dest="part", required=True)
     drafter = parts.add_parser("drafter", help="the drafter's training step, part by part")
     _common_options(drafter, ("bf16", "float32", "float8"))
-    drafter.add_argument("--anchors", type=int, help="blocks of a row")
-    drafter.add_argument("--layers", type=int, default=5, help="draft layers")
-    drafter.add_argument("--block-size", type=int, default=16, help="tokens of a block")
+    drafter.add_argument("--anchors", type=COUNT, help="blocks of a row")
+    drafter.add_argument("--layers", type=COUNT, default=5, help="draft layers")
+    drafter.add_argument("--block-size", type=at_least(2), default=16, help="tokens of a block")
     drafter.add_argument("--sharded", action="store_true", help="FSDP2, as with several drafters")
-    drafter.add_argument("--drafters", type=int, default=1, help="drafters that train together, on a GPU each")
+    drafter.add_argument("--drafters", type=COUNT, default=1, help="drafters that train together, on a GPU each")
     target = parts.add_parser("target", help="the target's forward: stock transformers, uncompiled, compiled")
     _common_options(target, ("bf16", "float32"))
-    target.add_argument("--documents", type=int, default=3, help="documents of a row")
-    target.add_argument("--taps", type=int, default=5, help="tapped layers")
+    target.add_argument("--documents", type=COUNT, default=3, help="documents of a row")
+    target.add_argument("--taps", type=COUNT, default=5, help="tapped layers")
     target.add_argument("--attention", default="flex", choices=("flex", "sdpa"))
     transfer = parts.add_parser("transfer", help="rows from one rank to another, bare and behind compute")
     _common_options(transfer, ("bf16", "float32"))
-    transfer.add_argument("--taps", type=int, default=5, help="tapped layers")
+    transfer.add_argument("--taps", type=COUNT, default=5, help="tapped layers")
     transfer.add_argument("--share-gpus", action="store_true", help="both ranks on one GPU")
     pipeline = parts.add_parser("pipeline", help="one target and one drafter, against each of them alone")
     _common_options(pipeline, ("bf16", "float32", "float8"))
-    pipeline.add_argument("--anchors", type=int, help="blocks of a row")
-    pipeline.add_argument("--layers", type=int, default=5, help="draft layers")
-    pipeline.add_argument("--block-size", type=int, default=16, help="tokens of a block")
+    pipeline.add_argument("--anchors", type=COUNT, help="blocks of a row")
+    pipeline.add_argument("--layers", type=COUNT, default=5, help="draft layers")
+    pipeline.add_argument("--block-size", type=at_least(2), default=16, help="tokens of a block")
     pipeline.add_argument("--share-gpus", action="store_true", help="both ranks on one GPU")
     chosen = parser.parse_args(args)
     measure, show = {
@@ -77,9 +78,9 @@ def main(args: list[str]) -> int:
 
 def _common_options(part: argparse.ArgumentParser, precisions: tuple[str, ...]) -> None:
     part.add_argument("--shape", help="target shape: qwen3-8b, qwen3-14b, tiny or a config.json")
-    part.add_argument("--context", type=int, help="context tokens of a row")
+    part.add_argument("--context", type=COUNT, help="context tokens of a row")
     part.add_argument("--precision", default="bf16", choices=precisions)
-    part.add_argument("--steps", type=int, help="measured steps, after a warm-up")
+    part.add_argument("--steps", type=COUNT, help="measured steps, after a warm-up")
     part.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
     part.add_argument("--warm", action="store_true", help="use the compile cache of the environment")
     part.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
@@ -100,8 +101,6 @@ def _devices(requested: str, ranks: int, shared: bool = False) -> str:
 
 
 def _drafter(chosen: Any) -> dict[str, Any]:
-    if chosen.drafters < 1:
-        raise UserError(f"bench drafter: --drafters {chosen.drafters} leaves nothing to measure", "give at least 1")
     device = _device(chosen.device) if chosen.drafters == 1 else _devices(chosen.device, chosen.drafters)
     from launcher.bench_drafter import BenchOptions, bench_drafter
     from models.dflash import DFlashConfig

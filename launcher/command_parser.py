@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from typing import NoReturn
 
 from launcher.errors import UserError
@@ -13,3 +14,18 @@ class CommandParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{self.prog}: {message}", f"see {self.prog} --help")
+
+
+def at_least(lowest: int) -> Callable[[str], int]:
+    """The type of an option that takes whole numbers from `lowest` on."""
+
+    def read(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"invalid int value: {text!r}") from None
+        if value < lowest:
+            raise argparse.ArgumentTypeError(f"{value} is too few, give at least {lowest}")
+        return value
+
+    return read

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +15,7 @@ from launcher.bench_target import target_table
 from launcher.errors import UserError
 from launcher.work_model import StepShape, datasheet, step_work, update_bytes
 
+ROOT = Path(__file__).resolve().parents[1]
 QWEN3_8B = StepShape(
     context=3072,
     anchors=512,
@@ -77,7 +81,33 @@ def test_mistakes_are_one_line() -> None:
         main(["drafter", "--device", "cpu", "--shape", "nothing"])
     with pytest.raises(UserError, match="bench target: .*no shape"):
         main(["target", "--device", "cpu", "--shape", "nothing"])
-    with pytest.raises(UserError, match="--drafters 0"):
-        main(["drafter", "--device", "cpu", "--drafters", "0"])
-    with pytest.raises(UserError, match="invalid int value"):
+    with pytest.raises(UserError, match="--context: invalid int value: 'many'"):
         main(["drafter", "--context", "many"])
+
+
+COUNTS = {
+    "drafter": ("--context", "--anchors", "--steps", "--layers", "--block-size", "--drafters"),
+    "target": ("--context", "--documents", "--steps", "--taps"),
+    "transfer": ("--context", "--steps", "--taps"),
+    "pipeline": ("--context", "--anchors", "--steps", "--layers", "--block-size"),
+}
+
+
+@pytest.mark.parametrize("number", ["0", "-5"])
+@pytest.mark.parametrize(("part", "option"), [(part, option) for part in COUNTS for option in COUNTS[part]])
+def test_a_number_that_leaves_nothing_to_measure_is_refused(part: str, option: str, number: str) -> None:
+    with pytest.raises(UserError) as caught:
+        main([part, "--device", "cpu", option, number])
+    lowest = 2 if option == "--block-size" else 1
+    assert f"bench {part}: argument {option}: {number} is too few, give at least {lowest}" in str(caught.value)
+    assert "\n" not in str(caught.value) and caught.value.code == 78
+
+
+def test_such_a_number_is_refused_before_torch_is_imported() -> None:
+    program = (
+        "import sys, runpy; sys.argv = ['main.py', 'bench', 'drafter', '--steps', '0']\n"
+        "try: runpy.run_path('launcher/main.py', run_name='__main__')\n"
+        "finally: assert 'torch' not in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 78 and "--steps: 0 is too few" in done.stderr, done.stderr
