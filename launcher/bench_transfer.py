@@ -1,6 +1,6 @@
 """Measure the hand-off of rows between two ranks, by the code of training: bare, and behind a drafter's compute.
 
-./launch.sh bench transfer [--shape qwen3-8b] [--context 3072] [--rows 50] [--share-gpus] [--json]
+./launch.sh bench transfer [--shape qwen3-8b] [--context 3072] [--steps 50] [--share-gpus] [--json]
 
 NCCL between two GPUs; CUDA IPC where they share one (through pinned host memory if that is forbidden, and then it says
 so); gloo between CPU ranks.

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import launcher.bench
 from launcher.bench import main, table
 from launcher.bench_target import target_table
 from launcher.errors import UserError
@@ -111,3 +114,13 @@ def test_such_a_number_is_refused_before_torch_is_imported() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 78 and "--steps: 0 is too few" in done.stderr, done.stderr
+
+
+@pytest.mark.parametrize("part", ["drafter", "target", "transfer", "pipeline"])
+def test_every_option_that_a_bench_documents_exists(part: str, capsys: pytest.CaptureFixture[str]) -> None:
+    documented = (launcher.bench.__doc__ or "") + (importlib.import_module(f"launcher.bench_{part}").__doc__ or "")
+    lines = [line for line in documented.splitlines() if f"./launch.sh bench {part}" in line]
+    with pytest.raises(SystemExit):
+        main([part, "--help"])
+    known = capsys.readouterr().out
+    assert all(option in known for line in lines for option in re.findall(r"--[a-z-]+", line)), lines
