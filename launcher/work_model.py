@@ -7,6 +7,7 @@ the head sees all N*B rows, as trainers that do not leave out the anchors' rows 
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 
@@ -33,9 +34,12 @@ GPUS = (
     Gpu("H200", 989.0, 1979.0, 4.8, 141.0, 450.0),
     Gpu("H100", 989.0, 1979.0, 3.35, 80.0, 450.0),
     Gpu("A100", 312.0, 312.0, 2.0, 80.0, 300.0, 25.0),
+    Gpu("A100 40GB", 312.0, 312.0, 1.555, 40.0, 300.0, 25.0),
     Gpu("L40S", 362.0, 733.0, 0.86, 48.0, 32.0, 25.0),
     Gpu("RTX 4090", 165.0, 330.0, 1.0, 24.0, 32.0, 12.5),
 )
+# What drivers add to a name without meaning another datasheet.
+MAKERS_WORDS = {"nvidia", "geforce", "sxm", "sxm4", "sxm5", "sxm6", "hbm2e", "hbm3", "hbm3e"}
 
 
 @dataclass(frozen=True)
@@ -116,8 +120,18 @@ class TargetShape:
 
 
 def find_gpu(name: str) -> Gpu | None:
-    """The datasheet of a GPU by any name that holds the model's, if it is known."""
-    return next((gpu for gpu in GPUS if gpu.name.lower() in name.lower().replace("-", " ")), None)
+    """The datasheet of a GPU by its own name or the one that drivers give it ("NVIDIA H100 80GB HBM3"), if it is known.
+
+    Another form (PCIe, NVL, Laptop, a MIG slice) or another amount of memory has another datasheet.
+    """
+    words = set(re.split(r"[\s-]+", name.lower().strip()))
+    return next((gpu for gpu in GPUS if _is_named(gpu, words)), None)
+
+
+def _is_named(gpu: Gpu, words: set[str]) -> bool:
+    own = set(gpu.name.lower().split())
+    same = MAKERS_WORDS | {f"{gpu.memory_gb:.0f}gb"}
+    return own <= words and all(word in same or word.startswith("sm_") for word in words - own)
 
 
 def datasheet(gpu: str, precision: str) -> float | None:

@@ -16,7 +16,7 @@ import launcher.bench
 from launcher.bench import main, table
 from launcher.bench_target import target_table
 from launcher.errors import UserError
-from launcher.work_model import StepShape, datasheet, step_work, update_bytes
+from launcher.work_model import StepShape, datasheet, find_gpu, step_work, update_bytes
 
 ROOT = Path(__file__).resolve().parents[1]
 QWEN3_8B = StepShape(
@@ -48,6 +48,39 @@ def test_bytes_of_the_update_and_datasheets() -> None:
     assert datasheet("NVIDIA H200", "bf16") == 989.0
     assert datasheet("NVIDIA H200", "float8") == 1979.0
     assert datasheet("cpu", "bf16") is None
+
+
+@pytest.mark.parametrize(
+    ("name", "sheet"),
+    [
+        ("NVIDIA H200", "H200"),
+        ("NVIDIA H200 sm_90", "H200"),
+        ("h200", "H200"),
+        ("NVIDIA H100 80GB HBM3", "H100"),
+        ("NVIDIA A100-SXM4-80GB", "A100"),
+        ("NVIDIA A100-SXM4-40GB", "A100 40GB"),
+        ("NVIDIA L40S", "L40S"),
+        ("NVIDIA GeForce RTX 4090", "RTX 4090"),
+        ("rtx-4090", "RTX 4090"),
+        ("NVIDIA B200", "B200"),
+        ("h2000", None),
+        ("NVIDIA GH200 480GB", None),
+        ("NVIDIA GB200", None),
+        ("NVIDIA H20", None),
+        ("NVIDIA H200 NVL", None),
+        ("NVIDIA H100 PCIe", None),
+        ("NVIDIA A100-PCIE-40GB", None),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
+        ("NVIDIA L40", None),
+        ("cpu", None),
+        ("", None),
+    ],
+)
+def test_a_datasheet_is_found_by_whole_words(name: str, sheet: str | None) -> None:
+    found = find_gpu(name)
+    assert (found.name if found else None) == sheet
+    assert (datasheet(name, "bf16") is None) == (sheet is None)
 
 
 @pytest.mark.parametrize("flags", [[], ["--sharded"], ["--drafters", "2"], ["--precision", "float8"]])

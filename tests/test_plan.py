@@ -163,6 +163,7 @@ def test_whole_nodes(gpus: int, expected: tuple[int, int]) -> None:
         (["--gpus", "1"], "a node of 1 cannot hold a target of 1 and a drafter -> give at least 2"),
         (["--gpus", "-8"], "a node of 0 cannot hold"),
         (["--gpu", "abacus"], "--gpu: no datasheet of abacus -> one of B200, H200"),
+        (["--gpu", "h2000"], "--gpu: no datasheet of h2000 -> one of B200, H200, H100, A100, A100 40GB, L40S"),
         (["--gpus", "many"], "argument --gpus: invalid int value: 'many'"),
         (["--gpsu", "8"], "--gpsu: unknown option"),
         (["--target.model", "nobody/knows"], "the shape of nobody/knows is not known"),
