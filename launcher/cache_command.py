@@ -9,12 +9,12 @@ from __future__ import annotations
 import os
 import shutil
 import time
-from argparse import Namespace
+from argparse import ArgumentTypeError, Namespace
 from pathlib import Path
 
 from launcher.cache_bundle import export_caches, import_bundle
 from launcher.cache_files import IN_USE, Manifest, cache_files, damage
-from launcher.command_parser import CommandParser
+from launcher.command_parser import CommandParser, at_least
 from launcher.compile_cache import cache_root, hold, list_caches
 from launcher.errors import ExitCode, UserError
 from launcher.fingerprint import collect, digest
@@ -45,10 +45,21 @@ def _parser() -> CommandParser:
     importing.add_argument("file", type=Path)
     prune = verbs.add_parser("prune", help="delete caches that are not in use")
     which = prune.add_mutually_exclusive_group(required=True)
-    which.add_argument("--keep", type=int, metavar="N", help="all but the N most recently used")
-    which.add_argument("--older-than", type=float, metavar="DAYS", help="those not used for DAYS days")
+    which.add_argument("--keep", type=at_least(0), metavar="N", help="all but the N most recently used")
+    which.add_argument("--older-than", type=days, metavar="DAYS", help="those not used for DAYS days")
     which.add_argument("--damaged", action="store_true", help="those that `cache verify` finds damaged")
     return parser
+
+
+def days(text: str) -> float:
+    """The type of an option that takes an age in days; below 0 every cache would be old enough to go."""
+    try:
+        value = float(text)
+    except ValueError:
+        raise ArgumentTypeError(f"invalid number of days: {text!r}") from None
+    if not value >= 0:  # nor is nan an age
+        raise ArgumentTypeError(f"{text} is no age, give days from 0 on")
+    return value
 
 
 def _ls(root: Path, flags: Namespace) -> int:
@@ -101,7 +112,7 @@ def _import(root: Path, flags: Namespace) -> int:
 def _prune(root: Path, flags: Namespace) -> int:
     caches = sorted(list_caches(root), key=lambda cache: last_use(*cache), reverse=True)
     if flags.keep is not None:
-        doomed = caches[max(0, flags.keep) :]
+        doomed = caches[flags.keep :]
     elif flags.older_than is not None:
         doomed = [cache for cache in caches if time.time() - last_use(*cache) > flags.older_than * DAY]
     else:

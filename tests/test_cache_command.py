@@ -67,6 +67,14 @@ def test_prune_keeps_the_most_recently_used(
     assert any(read_manifest(path).fingerprint == HERE for path in kept)
 
 
+@pytest.mark.parametrize("args", [("--keep", "-1"), ("--older-than", "-1"), ("--older-than", "nan")])
+def test_prune_refuses_less_than_nothing(root: Path, capsys: pytest.CaptureFixture[str], args: tuple[str, ...]) -> None:
+    with pytest.raises(UserError, match=f"argument {args[0]}: {args[1]} is ") as refused:
+        cache_cli("prune", *args, root=root, capsys=capsys)
+    assert refused.value.code == 78 and "\n" not in str(refused.value)
+    assert len(list(root.iterdir())) == 2
+
+
 def test_prune_spares_a_cache_in_use(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     running = start(make_config(root), tmp_path)
     assert (
