@@ -14,7 +14,8 @@ from typing import Any
 from launcher.cli import parse
 from launcher.command_parser import CommandParser
 from launcher.errors import UserError
-from launcher.plan_model import Prediction, Scaling, predictions, scaling, target_memory, target_ranks
+from launcher.plan_memory import target_memory, target_ranks
+from launcher.plan_model import Prediction, Scaling, predictions, scaling
 from launcher.plan_shapes import RunShape, run_shape
 from launcher.work_model import GPUS, Gpu, find_gpu
 
@@ -118,11 +119,12 @@ def as_text(shape: RunShape, gpu: Gpu, found: list[Prediction], growth: Scaling 
 
 
 def _target_line(shape: RunShape, gpu: Gpu) -> str:
-    ranks, alone = target_ranks(shape, gpu), target_memory(shape) / 1e9
+    ranks, alone = target_ranks(shape, gpu), f"{target_memory(shape) / 1e9:.0f}"
+    why = ", with the whole model for eval.prompts" if shape.evaluated else ""
     if ranks == 1:
-        return f"a target fits one {gpu.name} ({alone:.0f} of {gpu.memory_gb:.0f} GB)"
+        return f"a target fits one {gpu.name} ({alone} of {gpu.memory_gb:.0f} GB{why})"
     fix = "more ranks do not help" if ranks is None else f"set topology.target_tp={ranks}"
-    return f"a target needs {alone:.0f} GB, more than one {gpu.name} has ({gpu.memory_gb:.0f} GB): {fix}"
+    return f"a target needs {alone} GB{why}, more than one {gpu.name} has ({gpu.memory_gb:.0f} GB): {fix}"
 
 
 def _line(prediction: Prediction, gpu: Gpu) -> str:

@@ -11,8 +11,8 @@ import math
 from dataclasses import dataclass
 
 from launcher.balance import Rates, possible_splits
+from launcher.plan_memory import drafter_memory, target_memory
 from launcher.plan_shapes import RunShape
-from launcher.step_memory import StateBytes, step_bound
 from launcher.topology import Split
 from launcher.work_model import Gpu, update_bytes
 
@@ -28,12 +28,10 @@ SHARDING_BYTES = 36
 HOP_SECONDS, NETWORK_HOP_SECONDS = 3e-6, 12e-6
 # The control store answers this many requests a second (measured on two CPU cores), and a row takes about this many.
 STORE_REQUESTS, REQUESTS_PER_ROW = 40_000, 12
-COMPUTE_BYTES = 2
 # A doubling that brings less than this is where scaling ends.
 DOUBLING = 1.5
 # How often the nodes are doubled to see that.
 DOUBLINGS = 9
-ALLOCATOR_BYTES = 1 << 30  # CUDA context and libraries
 
 
 @dataclass(frozen=True)
@@ -174,37 +172,6 @@ def fsdp_exchange(shape: RunShape, gpu: Gpu, drafters_per_node: int, nodes: int)
         reduce * (1 - 1 / groups), shape.work.backward / rate
     )
     return Exchange(gather_bytes, reduce_bytes, network_bytes, gather, reduce, gather + reduce - hidden)
-
-
-def target_memory(shape: RunShape, target_tp: int = 1) -> float:
-    """Bytes of a target's rank: its share of the layers, the embedding, rows held ready, one layer's activations."""
-    target = shape.target
-    activations = shape.context * COMPUTE_BYTES * (3 * target.intermediate + 4 * target.hidden)
-    rows = shape.rows_in_flight * shape.row_bytes
-    embedding = target.vocabulary * target.hidden
-    weights = embedding + (target.parameters - embedding) / target_tp
-    return weights * COMPUTE_BYTES + rows + activations + ALLOCATOR_BYTES
-
-
-def target_ranks(shape: RunShape, gpu: Gpu) -> int | None:
-    """The fewest ranks of this GPU that hold a target and divide its heads and widths; None: no number of them does."""
-    heads, kv_heads, width = shape.drafter.num_heads, shape.drafter.num_kv_heads, shape.target.intermediate
-    sizes = [size for size in range(1, kv_heads + 1) if not (heads % size or kv_heads % size or width % size)]
-    return next((size for size in sizes if target_memory(shape, size) <= gpu.memory_gb * 1e9), None)
-
-
-def drafter_memory(shape: RunShape, shards: int, sharded: bool) -> float:
-    """Bytes of a drafter's rank at the peak of its step."""
-    parameters, drafter = shape.work.parameters, shape.drafter
-    accumulating = shape.accumulation * shape.draws > 1
-    # FSDP2 keeps float32 masters and moments in shards and gathers working copies; one rank keeps everything.
-    if sharded:
-        kept, state = 12 * parameters / shards, StateBytes(parameters * (2 + 4 * accumulating), 4 * parameters)
-    else:
-        kept, state = 14 * parameters, StateBytes(4 * parameters * accumulating, 2 * parameters)
-    ends = (1 if shape.tied else 2) * drafter.vocab_size * drafter.hidden_size * COMPUTE_BYTES
-    step = step_bound(drafter, shape.anchors, shape.context, COMPUTE_BYTES, state, drafter.vocab_size)
-    return kept + ends + 3 * shape.row_bytes + step + ALLOCATOR_BYTES
 
 
 def _compute_rate(shape: RunShape, gpu: Gpu) -> float:

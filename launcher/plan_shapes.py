@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +11,7 @@ from launcher.errors import UserError
 from launcher.work_model import StepShape, TargetShape, Work, step_work
 from models.dflash_config import DFlashConfig
 from models.shapes import find_shape
+from models.target_bytes import sizes_that_divide, widths_of
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,17 @@ class RunShape:
     accumulation: int
     draws: int
     rows_in_flight: int
+    itemsize: int
+    """Bytes of a number of the target and of the features."""
+    evaluated: bool
+    """Whether targets also hold the whole model, to decode held-out prompts."""
+    target_sizes: tuple[int, ...]
+    """Numbers of ranks that can share a target."""
+
+    @property
+    def whole_target(self) -> TargetShape:
+        """The target with the layers above its last tap."""
+        return replace(self.target, layers=self.drafter.num_target_layers)
 
     @property
     def visible(self) -> float:
@@ -40,8 +52,8 @@ class RunShape:
 
     @property
     def row_bytes(self) -> int:
-        """A row's features in bfloat16, ids, documents, positions and loss mask."""
-        return self.context * (len(self.drafter.target_layer_ids) * self.drafter.hidden_size * 2 + 13)
+        """A row's features, ids, documents, positions and loss mask."""
+        return self.context * (len(self.drafter.target_layer_ids) * self.drafter.hidden_size * self.itemsize + 13)
 
 
 def step_shape(drafter: DFlashConfig, context: int, anchors: int, visible_context: float) -> StepShape:
@@ -90,7 +102,16 @@ def run_shape(config: Config) -> RunShape:
         train.accumulation,
         train.draws_per_row,
         config.topology.rows_in_flight,
+        4 if config.target.dtype == "float32" else 2,
+        config.eval.prompts > 0,
+        _target_sizes(raw | {"num_key_value_heads": drafter.num_kv_heads}),
     )
+
+
+def _target_sizes(raw: dict[str, Any]) -> tuple[int, ...]:
+    """Numbers of ranks that can share a target; whether transformers has a plan for its family only a run shows."""
+    wrapped = "text_config" in raw or raw.get("quantization_config")
+    return (1,) if wrapped else tuple(sizes_that_divide(widths_of(raw)))
 
 
 def _target_shape(raw: dict[str, Any], drafter: DFlashConfig) -> TargetShape:

@@ -8,7 +8,8 @@ from launcher.errors import UserError
 from launcher.rank import Models, Rank, user_input
 from launcher.target_team import TargetTeam
 from models.target import TappedTarget, load_tapped_target
-from models.target_memory import TargetBytes, count_target, ranks_needed
+from models.target_bytes import TargetBytes
+from models.target_memory import count_target, ranks_needed
 from models.target_weights import load_config
 
 
@@ -59,7 +60,7 @@ def check_memory(rank: Rank, models: Models) -> None:
         models.drafter.target_layer_ids,
         layout.row_length,
         layout.nbytes,
-        rank.config.topology.rows_in_flight + 2,  # the gate compares two more
+        rank.config.topology.rows_in_flight,
         layout.dtype,
         evaluated=rank.config.eval.prompts > 0,
     )

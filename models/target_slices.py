@@ -7,7 +7,6 @@ A rank's model is a narrower one of the same kind: its config has the numbers of
 from __future__ import annotations
 
 import copy
-import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,14 +16,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-# Numbers of a config that a rank has its share of.
-WIDTHS = (
-    "num_attention_heads",
-    "num_key_value_heads",
-    "intermediate_size",
-    "moe_intermediate_size",
-    "shared_expert_intermediate_size",
-)
+from models.target_bytes import WIDTHS, sizes_that_divide, widths_of
+
 SLICED = ("colwise", "rowwise", "packed_colwise")
 WHOLE = ("replicated_with_grad_allreduce", "replicate")
 SUMMED = "moe_tp_experts"
@@ -64,12 +57,11 @@ def possible_sizes(config: PreTrainedConfig) -> list[int]:
     """The numbers of ranks that divide a model's heads and widths, ascending; [1] where it cannot be shared."""
     if _is_wrapped(config) or _plan_problem(config):
         return [1]
-    common = math.gcd(*_widths(config).values())
-    return [size for size in range(1, common + 1) if common % size == 0]
+    return sizes_that_divide(_widths(config))
 
 
 def _widths(config: PreTrainedConfig) -> dict[str, int]:
-    return {name: value for name in WIDTHS if isinstance(value := getattr(config, name, None), int) and value}
+    return widths_of({name: getattr(config, name, None) for name in WIDTHS})
 
 
 def _is_wrapped(config: PreTrainedConfig) -> bool:

@@ -13,17 +13,15 @@ import pytest
 from launcher.cli import parse
 from launcher.errors import LauncherError
 from launcher.plan import main, whole_nodes
+from launcher.plan_memory import drafter_memory, target_memory, target_ranks
 from launcher.plan_model import (
     Exchange,
-    drafter_memory,
     drafter_seconds,
     fsdp_exchange,
     micro_batch_seconds,
     predict,
     predictions,
     scaling,
-    target_memory,
-    target_ranks,
     target_seconds,
     update_seconds,
 )
@@ -38,8 +36,8 @@ WORDS = ["plan", "--preset", "qwen3-8b", "--target.model", "random:qwen3-8b"]
 
 
 def shape(*flags: str) -> RunShape:
-    argv = ["--preset", "qwen3-8b", "--target.model", "random:qwen3-8b", "--train.accumulation", "1", *flags]
-    return run_shape(parse(argv).config)
+    argv = ["--preset=qwen3-8b", "--target.model=random:qwen3-8b", "--train.accumulation=1", "--eval.prompts=0"]
+    return run_shape(parse([*argv, *flags]).config)
 
 
 @pytest.mark.parametrize(
@@ -211,4 +209,8 @@ def test_the_plan_says_how_many_ranks_a_target_needs(capsys: pytest.CaptureFixtu
     embedding = 2 * small.target.vocabulary * small.target.hidden
     assert target_memory(small, 8) > embedding  # whole on every rank
     main([*WORDS[1:], "--gpus", "8"])
-    assert "a target fits one H200" in capsys.readouterr().out
+    assert "a target fits one H200 (35 of 141 GB, with the whole model for eval.prompts)" in capsys.readouterr().out
+    main([*WORDS[1:], "--gpus", "8", "--eval.prompts=0", "--gpu=l40s"])
+    assert "a target fits one L40S (16 of 48 GB)" in capsys.readouterr().out
+    main([*WORDS[1:], "--gpus", "8", "--target.model=random:qwen3-14b", "--gpu=l40s", "--json"])
+    assert json.loads(capsys.readouterr().out)["ranks_of_a_target"] == 2
