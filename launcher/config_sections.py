@@ -145,7 +145,7 @@ class RuntimeConfig(Section):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: GPUs where NVML finds any, else CPU."""
     share_gpus: bool = False
-    """Let several ranks use one GPU (feature rows then go through host memory, by gloo instead of NCCL)."""
+    """Let several ranks use one GPU: rows then go by CUDA IPC, through host memory only where that is forbidden."""
     run_dir: Path = Path("runs/demo")
     """Folder of the run; each start of it is a numbered attempt."""
     resume: str = "auto"

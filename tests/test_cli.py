@@ -118,6 +118,8 @@ def test_bad_option_answers_in_a_second_without_torch() -> None:
 
 def test_every_option_is_documented() -> None:
     assert [key for key, field in walk_fields(Config) if not field.description] == []
+    (shared,) = (field.description or "" for key, field in walk_fields(Config) if key == "runtime.share_gpus")
+    assert "CUDA IPC" in shared and "gloo" not in shared  # make_transport takes it wherever ranks share a GPU
 
 
 def test_short_flags_name_real_options() -> None:
