@@ -70,10 +70,11 @@ class RankEnv:
 
 @dataclass(frozen=True)
 class Device:
-    """The device of one rank. `uuid` names its GPU for NVML."""
+    """The device of one rank. `uuid` names its GPU for NVML; `ranks` may share it, this one among them."""
 
     kind: str
     uuid: str | None = None
+    ranks: int = 1
 
     @property
     def torch_name(self) -> str:
@@ -87,7 +88,7 @@ def choose_device(requested: str, share: bool, gpus: list[str], env: RankEnv) ->
         UserError: GPUs asked for but absent, or fewer GPUs than ranks without `runtime.share_gpus`.
     """
     if requested == "cpu" or (requested == "auto" and not gpus):
-        return Device("cpu")
+        return Device("cpu", ranks=env.local_world_size)
     if not gpus:
         raise UserError(
             "runtime.device=cuda: NVML finds no GPU, or CUDA_VISIBLE_DEVICES names none",
@@ -98,7 +99,7 @@ def choose_device(requested: str, share: bool, gpus: list[str], env: RankEnv) ->
             f"{env.local_world_size} ranks on {len(gpus)} GPU{'s' * (len(gpus) != 1)}",
             f"start {len(gpus)} ranks with --nproc {len(gpus)}, or let ranks share GPUs with --runtime.share_gpus=true",
         )
-    return Device("cuda", gpus[env.local_rank % len(gpus)])
+    return Device("cuda", gpus[env.local_rank % len(gpus)], -(-env.local_world_size // len(gpus)))
 
 
 def prepare_environment(config: Config, env: RankEnv, environ: MutableMapping[str, str] = os.environ) -> Device:

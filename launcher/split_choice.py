@@ -96,17 +96,21 @@ def agree_on_split(choice: Choice, control: Control, rank: int, node: int, timeo
     return agreed
 
 
-def load_rates(folder: Path | None, config: Config) -> Rates | None:
-    """Rates that an earlier run measured with this configuration, if there are any that can be read."""
+def load_rates(folder: Path | None, config: Config, sharing: int, nodes: int) -> Rates | None:
+    """Rates that an earlier run measured with this configuration, if there are any that can be read.
+
+    Args:
+        sharing: ranks that share a device.
+    """
     try:
-        return Rates(**_entries(folder)[_key(config)])
+        return Rates(**_entries(folder)[_key(config, sharing, nodes)])
     except (KeyError, TypeError):
         return None
 
 
-def save_rates(folder: Path, config: Config, rates: Rates) -> None:
+def save_rates(folder: Path, config: Config, sharing: int, nodes: int, rates: Rates) -> None:
     """Keep measured rates for later starts. A disk that takes them not costs a warning."""
-    entries = _entries(folder) | {_key(config): asdict(rates)}
+    entries = _entries(folder) | {_key(config, sharing, nodes): asdict(rates)}
     try:
         write_whole(folder / RATES_FILE, json.dumps(entries, indent=1) + "\n")
     except OSError as error:
@@ -142,7 +146,8 @@ def _entries(folder: Path | None) -> dict[str, dict[str, float]]:
     return entries if isinstance(entries, dict) else {}
 
 
-def _key(config: Config) -> str:
+def _key(config: Config, sharing: int, nodes: int) -> str:
     """What a row's seconds depend on beside what the cache folder is named after."""
-    train = config.train
-    return f"accumulation={train.accumulation} draws={train.draws_per_row} target_tp={config.topology.target_tp}"
+    train, target_tp = config.train, config.topology.target_tp
+    work = f"accumulation={train.accumulation} draws={train.draws_per_row} target_tp={target_tp}"
+    return f"{work} ranks_per_device={sharing} nodes={nodes}"

@@ -82,7 +82,8 @@ def prepare(stack: ExitStack, command: Command, env: RankEnv) -> Start:
     if env.local_rank == 0:
         stack.callback(cache.close)
     rates_folder = None if cache.private else cache.folder
-    choice = choose_split(config, env.local_world_size, load_rates(rates_folder, config), fingerprint.get("gpu"))
+    rates = load_rates(rates_folder, config, device.ranks, env.nodes)
+    choice = choose_split(config, env.local_world_size, rates, fingerprint.get("gpu"))
     settled, topology = replace(command, config=config), build_topology(choice.split, env.nodes)
     return Start(settled, env, topology, device, fingerprint, (*cache.notices, *grown), choice, rates_folder)
 

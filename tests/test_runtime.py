@@ -36,12 +36,13 @@ def test_each_rank_gets_its_own_gpu() -> None:
 def test_too_few_gpus_is_refused_and_names_the_option() -> None:
     with pytest.raises(UserError, match=r"8 ranks on 4 GPUs -> .*--runtime.share_gpus=true"):
         choose_device("auto", False, GPUS, rank_env(0, 8))
-    assert choose_device("auto", True, GPUS, rank_env(5, 8)) == Device("cuda", GPUS[1])
+    assert choose_device("auto", True, GPUS, rank_env(5, 8)) == Device("cuda", GPUS[1], ranks=2)
+    assert choose_device("auto", True, GPUS, rank_env(0, 9)).ranks == 3, "the most that share one of them"
     assert choose_device("auto", True, GPUS, rank_env(3, 4)) == Device("cuda", GPUS[3])
 
 
 def test_cuda_without_a_gpu_is_refused() -> None:
-    assert choose_device("auto", False, [], rank_env(0, 8)) == Device("cpu")
+    assert choose_device("auto", False, [], rank_env(0, 8)) == Device("cpu", ranks=8)
     with pytest.raises(UserError, match="NVML finds no GPU"):
         choose_device("cuda", False, [], rank_env(0, 8))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 from contextlib import nullcontext
 from pathlib import Path
@@ -18,6 +19,7 @@ from launcher.config import Config, for_device
 from launcher.control import Control
 from launcher.errors import ConfigError, RetryableError, UserError
 from launcher.outcome import SUPERVISED
+from launcher.runtime import Device
 from launcher.split_choice import (
     RATES_FILE,
     Choice,
@@ -84,17 +86,25 @@ def test_the_guess_is_the_cost_models_and_needs_a_known_shape(tmp_path: Path) ->
 
 
 def test_rates_are_kept_by_what_they_depend_on(tmp_path: Path) -> None:
-    save_rates(tmp_path, auto(), RATES)
-    save_rates(tmp_path, auto("--train.draws_per_row=4"), Rates(1, 2))
-    assert load_rates(tmp_path, auto()) == RATES
-    assert load_rates(tmp_path, auto("--train.draws_per_row=4")) == Rates(1, 2)
-    assert load_rates(tmp_path, auto("--train.accumulation=2")) is None
-    assert load_rates(None, auto()) is None and load_rates(tmp_path / "absent", auto()) is None
-    for spoiled in ("{", "[]", '{"accumulation=1 draws=1 target_tp=1": 3}'):
+    places = [(sharing, nodes) for sharing in (1, 2) for nodes in (1, 4)]
+    for number, (sharing, nodes) in enumerate(places, 1):
+        save_rates(tmp_path, auto(), sharing, nodes, Rates(number, 2))
+    save_rates(tmp_path, auto("--train.draws_per_row=4"), 1, 1, Rates(9, 2))
+    assert [load_rates(tmp_path, auto(), *place) for place in places] == [Rates(number, 2) for number in (1, 2, 3, 4)]
+    assert load_rates(tmp_path, auto("--train.draws_per_row=4"), 1, 1) == Rates(9, 2)
+    assert load_rates(tmp_path, auto("--train.accumulation=2"), 1, 1) is None
+    assert load_rates(tmp_path, auto(), 3, 1) is None and load_rates(tmp_path, auto(), 1, 2) is None
+    assert load_rates(None, auto(), 1, 1) is None and load_rates(tmp_path / "absent", auto(), 1, 1) is None
+
+
+def test_rates_that_cannot_be_read_are_measured_again(tmp_path: Path) -> None:
+    save_rates(tmp_path, auto(), 1, 1, RATES)
+    (key,) = json.loads((tmp_path / RATES_FILE).read_text())
+    for spoiled in ("{", "[]", json.dumps({key: 3}), json.dumps({key: {"target": 1}})):
         (tmp_path / RATES_FILE).write_text(spoiled)
-        assert load_rates(tmp_path, auto()) is None
-    save_rates(tmp_path, auto(), RATES)
-    assert load_rates(tmp_path, auto()) == RATES
+        assert load_rates(tmp_path, auto(), 1, 1) is None
+    save_rates(tmp_path, auto(), 1, 1, RATES)
+    assert load_rates(tmp_path, auto(), 1, 1) == RATES
 
 
 @pytest.fixture
@@ -107,7 +117,7 @@ def full_disk(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("full_disk")
 def test_rates_that_cannot_be_kept_cost_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    save_rates(tmp_path, auto(), RATES)
+    save_rates(tmp_path, auto(), 1, 1, RATES)
     assert caplog.messages == [f"measured rates are not kept in {tmp_path}: No space left on device"]
 
 
@@ -138,6 +148,7 @@ class Rank(SimpleNamespace):
         super().__init__(
             config=auto(),
             topology=SimpleNamespace(split=split, nodes=1),
+            device=Device("cuda", "GPU-0", ranks=2),
             leads_drafters=leads,
             rates_folder=folder,
             split_is_guess=guess,
@@ -167,7 +178,7 @@ def test_calibration_looks_once_and_only_launch_sh_can_start_again(
     looked = WARM_UP_STEPS + CALIBRATION_STEPS - 1
     assert found[looked] == (Split(2, 6) if guess and supervised else None)
     assert found[:looked] + found[looked + 1 :] == [None] * (looked + 3)
-    assert load_rates(tmp_path, rank.config) == RATES
+    assert load_rates(tmp_path, rank.config, sharing=2, nodes=1) == RATES
     assert [line.rpartition("; ")[2] for line in rank.lines] == (
         [] if not guess else ["saving, then starting again with it" if supervised else "the next start will use it"]
     )
