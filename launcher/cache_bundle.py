@@ -18,7 +18,8 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from launcher.cache_files import PARTS, CachedFile, Manifest, damage, make_own_folder, record, write_manifest
-from launcher.compile_cache import folder_name, hold
+from launcher.cache_key import folder_name
+from launcher.compile_cache import hold
 from launcher.errors import RetryableError, UserError
 from launcher.fingerprint import Fingerprint, cache_fields, diff
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import functools
 import hashlib
 import logging
 import os
@@ -32,28 +31,13 @@ from launcher.cache_files import (
     record,
     write_manifest,
 )
+from launcher.cache_key import folder_name, shape_fields
 from launcher.config import Config
 from launcher.errors import RetryableError
-from launcher.fingerprint import Fingerprint, cache_fields, diff, digest
+from launcher.fingerprint import Fingerprint, cache_fields, diff
 
 log = logging.getLogger("launcher")
 
-# Options that change the graphs or their shapes; any other option may change on a warm cache.
-SHAPE_KEYS = (
-    "target.model",
-    "target.layer_ids",
-    "target.dtype",
-    "target.compile",
-    "target.attention",
-    "drafter.layers",
-    "drafter.block_size",
-    "drafter.attention",
-    "data.row_length",
-    "train.anchors",
-    "train.loss",
-    "train.precision",
-    "runtime.device",
-)
 CACHE_NAME = re.compile(r"[0-9a-f]{12}-.+-[0-9a-f]{8}")
 MIN_FREE_BYTES = 256 << 20
 
@@ -88,17 +72,19 @@ class ActiveCache:
             self.in_use = None
 
 
-def activate(config: Config, fingerprint: Fingerprint, session: str) -> ActiveCache:
+def activate(config: Config, device: str, fingerprint: Fingerprint, session: str) -> ActiveCache:
     """Choose the cache folder of a run and check it. Sets no environment variable.
 
     Args:
+        config: settled for its device.
+        device: `cuda` or `cpu`.
         session: one word for all ranks of a start on one node, another for each start; names the private cache, so
             that the ranks share that too.
 
     Raises:
         RetryableError: not even a private folder can be made.
     """
-    shape = shape_fields(config)
+    shape = shape_fields(config, device)
     folder = None
     try:
         root = cache_root(config.compile.cache_dir)
@@ -214,19 +200,6 @@ def cache_root(configured: Path | None) -> Path:
     if sys.platform == "darwin":
         return Path.home() / "Library/Caches/dflash-launcher/compile"
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dflash-launcher/compile"
-
-
-def shape_fields(config: Config) -> dict[str, str]:
-    """The options that decide what is compiled."""
-    values = config.model_dump(mode="json")
-    return {key: str(functools.reduce(lambda value, part: value[part], key.split("."), values)) for key in SHAPE_KEYS}
-
-
-def folder_name(fingerprint: Fingerprint, shape: dict[str, str]) -> str:
-    """`<fingerprint digest>-<model>-<digest of the shape>`."""
-    model = re.sub(r"[^A-Za-z0-9.-]+", "-", Path(shape["target.model"]).name).strip("-.")[:40] or "model"
-    key = hashlib.sha256(repr(sorted(shape.items())).encode()).hexdigest()[:8]
-    return f"{digest(fingerprint)}-{model}-{key}"
 
 
 def private_folder(session: str) -> Path:

@@ -77,7 +77,7 @@ def prepare(stack: ExitStack, command: Command, env: RankEnv) -> Start:
     make_run_dir(config.runtime.run_dir)
     fingerprint = collect()
     session = os.environ.get(ATTEMPT_VARIABLE) or os.environ.get("TORCHELASTIC_RUN_ID", "run")
-    cache = activate(config, fingerprint, session)
+    cache = activate(config, device.kind, fingerprint, session)
     os.environ.update(cache.environment)
     if env.local_rank == 0:
         stack.callback(cache.close)

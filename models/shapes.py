@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
+from urllib.request import Request, urlopen
 
 SHAPES: dict[str, dict[str, Any]] = {
     "tiny": {
@@ -62,10 +64,16 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
 }
 DEMO_SHAPE = "smollm2-135m"
+HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
+HUB_TIMEOUT = 5.0
+"""Seconds."""
 
 
-def find_shape(model: str) -> dict[str, Any]:
+def find_shape(model: str, revision: str | None = None) -> dict[str, Any]:
     """The configuration of `target.model`, as its config.json has it, without fetching or converting anything.
+
+    Args:
+        revision: branch, tag or commit of a hub name.
 
     Raises:
         ValueError: it is not known here; says where it was looked for.
@@ -76,9 +84,9 @@ def find_shape(model: str) -> dict[str, Any]:
     path = Path(name).expanduser()
     for file in (path, path / "config.json"):
         if file.name.endswith(".json") and file.is_file():
-            return _text_config(file)
-    if (cached := _in_hub_cache(model)) is not None:
-        return _text_config(cached)
+            return _text_config(file.read_bytes())
+    if (cached := _in_hub_cache(model, revision)) is not None:
+        return _text_config(cached.read_bytes())
     if (known := name.rpartition("/")[2].lower()) in SHAPES:
         return SHAPES[known]
     raise ValueError(
@@ -87,18 +95,43 @@ def find_shape(model: str) -> dict[str, Any]:
     )
 
 
-def _in_hub_cache(model: str) -> Path | None:
+def fetch_shape(model: str, revision: str | None = None) -> dict[str, Any]:
+    """The same, with one look at the hub's config.json for a name that was never used here.
+
+    Raises:
+        ValueError: it is not known here, and not to be had at the first try.
+    """
+    try:
+        return find_shape(model, revision)
+    except ValueError:
+        if Path(model).expanduser().exists() or not HUB_NAME.fullmatch(model):
+            raise
+    from huggingface_hub import constants, hf_hub_url
+    from huggingface_hub.utils import build_hf_headers
+
+    if constants.HF_HUB_OFFLINE:
+        raise ValueError(f"the shape of {model} is not known here, and the hub must not be asked")
+    # Not the hub's own client: without a network it tries for half a minute.
+    request = Request(hf_hub_url(model, "config.json", revision=revision), headers=build_hf_headers())
+    try:
+        with urlopen(request, timeout=HUB_TIMEOUT) as answer:
+            return _text_config(answer.read())
+    except OSError as error:
+        raise ValueError(f"the shape of {model} is not to be had from the hub: {error}") from error
+
+
+def _in_hub_cache(model: str, revision: str | None) -> Path | None:
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 
     try:
-        found = try_to_load_from_cache(model, "config.json")
+        found = try_to_load_from_cache(model, "config.json", revision=revision)
     except HFValidationError:
         return None
     return Path(found) if isinstance(found, str) else None
 
 
-def _text_config(file: Path) -> dict[str, Any]:
+def _text_config(content: bytes) -> dict[str, Any]:
     """A decoder's own configuration: that of a multi-modal model lies one level down."""
-    values = json.loads(file.read_text())
+    values = json.loads(content)
     return values | values.get("text_config", {})

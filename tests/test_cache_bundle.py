@@ -13,7 +13,8 @@ import pytest
 
 from launcher.cache_bundle import import_bundle
 from launcher.cache_files import Manifest, read_manifest, record, write_manifest
-from launcher.compile_cache import ActiveCache, folder_name
+from launcher.cache_key import folder_name
+from launcher.compile_cache import ActiveCache
 from launcher.config import Config
 from launcher.errors import UserError
 from tests.small_caches import FILES, HERE, REBUILT, bundle_of, filled, make_config, start
@@ -48,7 +49,7 @@ def hostile(
     path: str = "triton/k", kind: bytes = tarfile.REGTYPE, stored: str | None = None, listed: bool = True
 ) -> bytes:
     """A bundle with one file of content b"evil", listed and stored as asked."""
-    manifest = Manifest(fingerprint=HERE, shape={"target.model": "m"}, built_by="x")
+    manifest = Manifest(fingerprint=HERE, shape={"model": "m"}, built_by="x")
     name = folder_name(HERE, manifest.shape)
     entry = {"size": 4, "mtime_ns": 0, "sha256": "fc6b2a1fdbbd9ba85bdd4e4a0ab9ff0ff3d6d6dd1ee3ef8d7c1bf3a8ee7dbb91"}
     index = {"caches": {name: manifest.model_dump() | {"files": {path: entry} if listed else {}}}}

@@ -10,8 +10,7 @@ import pytest
 
 from launcher import compile_cache
 from launcher.cache_files import damage, network_file_system, read_manifest, write_manifest
-from launcher.compile_cache import shape_fields
-from launcher.config import Config, validate
+from launcher.config import Config
 from launcher.errors import RetryableError
 from tests.small_caches import FILES, HERE, REBUILT, filled, flip, make_config, start
 
@@ -34,13 +33,6 @@ def test_both_compilers_write_into_one_private_folder_per_build_and_shape(config
     assert start(config, tmp_path, REBUILT).folder != cache.folder
     assert start(make_config(tmp_path / "caches", block_size=8), tmp_path).folder != cache.folder
     assert start(config, tmp_path, HERE | {"kernels": "b" * 64}).folder == cache.folder
-
-
-def test_the_shape_ignores_what_does_not_change_a_graph() -> None:
-    base = {"target": {"model": "demo"}}
-    same = validate(base | {"train": {"lr": 1e-3, "max_steps": 3}, "runtime": {"run_dir": "elsewhere"}})
-    assert shape_fields(same) == shape_fields(validate(base))
-    assert shape_fields(validate(base | {"train": {"anchors": 7}})) != shape_fields(validate(base))
 
 
 def test_a_finished_run_leaves_a_manifest_that_the_next_start_accepts(config: Config, tmp_path: Path) -> None:

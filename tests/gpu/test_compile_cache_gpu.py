@@ -13,6 +13,7 @@ import torch
 from launcher.cache_bundle import import_bundle
 from launcher.cache_files import read_manifest, record, write_manifest
 from launcher.compile_cache import ActiveCache, activate
+from launcher.config import for_device
 from launcher.fingerprint import collect
 from tests.small_caches import bundle_of, make_config
 
@@ -43,11 +44,11 @@ def test_an_imported_cache_compiles_nothing_on_a_gpu(tmp_path: Path) -> None:
     here = collect()
     assert here["gpu"]
     assert here["driver"]
-    cache = activate(make_config(tmp_path / "caches"), here, str(tmp_path))
+    cache = activate(for_device(make_config(tmp_path / "caches"), "cuda"), "cuda", here, str(tmp_path))
     assert compile_counts(cache) == [0, 2], "forward and backward"
     write_manifest(cache.folder, record(cache.folder, read_manifest(cache.folder), settled=0))
     import_bundle(bundle_of(cache, tmp_path / "cache.tar"), tmp_path / "there", here)
-    imported = activate(make_config(tmp_path / "there"), here, str(tmp_path))
+    imported = activate(for_device(make_config(tmp_path / "there"), "cuda"), "cuda", here, str(tmp_path))
     assert not imported.private
     kernels = set(imported.folder.rglob("*.cubin"))
     assert kernels
