@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import groupby
 from math import inf, nan
-from typing import Literal
+from typing import Any, Literal
 
 from matplotlib import colormaps
 from matplotlib.axes import Axes
@@ -26,8 +26,20 @@ PHASES = {
 OTHER_PHASE = "#efefef"
 # With more ranks the legend names the first and the last of each role.
 MOST_NAMED = 16
-# Turn parts from the first to the last.
-PARTS = ("#d9730d", "#7fa8d1", "#2e8540", "#9a9a9a")
+# What a rank did around and in its turn, by name: see TurnReport.
+TURN_PARTS = {
+    "imports": "#7fa8d1",
+    "build": "#2b6ca3",
+    "stock": "#9e9ac8",
+    "wait": "#ececec",
+    "trace": "#f4a582",
+    "compile": "#d9730d",
+    "run": "#8c2d04",
+    "proof": "#2e8540",
+}
+BEFORE_TURN, AFTER_TURN = ("imports", "build", "stock", "wait"), ("proof",)
+OTHER_PART = "#b0b0b0"
+TURN = "the turn"
 
 
 def memory_figure(record: RunRecord) -> Figure | None:
@@ -71,25 +83,54 @@ def compile_figure(record: RunRecord) -> Figure | None:
     figure = Figure((10, 1.6 + 0.45 * len(turns)), layout="constrained")
     figure.suptitle("Compile turns")
     axes = figure.subplots()
-    begin, end = turns[0]["start"], max(turn["end"] for turn in turns)
-    parts = list(dict.fromkeys(part for turn in turns for part in turn["parts"]))
-    colours = dict(zip(parts, PARTS * len(parts), strict=False))
-    for place, turn in enumerate(turns):
-        at = turn["start"] - begin
-        for part, length in turn["parts"].items():
-            axes.barh(place, length, left=at, height=0.6, color=colours[part])
-            at += length
-        note = f" {turn['seconds']:.1f} s, {turn['cache_hits']} hits, {turn['cache_misses']} misses"
-        axes.text(turn["end"] - begin, place, note, va="center", fontsize=9)
-    axes.set_xlim(0, max(end - begin, 0.1) * 1.4)
+    lanes = [lay_out_turn(turn) for turn in turns]
+    begin = min(start for lane in lanes for _, start, _ in lane)
+    end = max(end for lane in lanes for _, _, end in lane)
+    for place, (turn, lane) in enumerate(zip(turns, lanes, strict=True)):
+        for part, start, stop in lane:
+            axes.barh(place, stop - start, left=start - begin, height=0.6, **_look(part))
+        note = f"  {turn['seconds']:.1f} s, {turn['cache_hits']} hits, {turn['cache_misses']} misses"
+        axes.text(max(stop for _, _, stop in lane) - begin, place, note, va="center", fontsize=9)
+    axes.set_xlim(0, max(end - begin, 0.1) * 1.3)
     axes.set_yticks(range(len(turns)), [f"{turn['role']}, rank {turn['rank']}" for turn in turns])
     axes.invert_yaxis()
-    axes.set_xlabel("seconds since the first turn began")
-    axes.legend(
-        [Patch(color=colours[part]) for part in parts], parts, frameon=False, loc="upper left", bbox_to_anchor=(1, 1)
-    )
+    axes.set_xlabel("seconds since the first rank prepared for its turn")
+    seen = {part for lane in lanes for part, _, _ in lane}
+    names = [*(name for name in TURN_PARTS if name in seen), *sorted(seen - TURN_PARTS.keys() - {TURN}), TURN]
+    handles = [Patch(**_look(name)) for name in names]
+    axes.legend(handles, names, frameon=False, loc="upper left", bbox_to_anchor=(1, 1))
     tidy(axes, "x")
     return figure
+
+
+def lay_out_turn(turn: dict[str, Any]) -> list[tuple[str, float, float]]:
+    """(part, start, end) of a turn of compile_report.json, seconds since the epoch; the last is the turn itself.
+
+    What came before the turn ends where it starts, its parts begin there, and the proof begins where it ends.
+    """
+    parts = turn["parts"]
+    before = {name: length for name, length in parts.items() if name in BEFORE_TURN}
+    after = {name: length for name, length in parts.items() if name in AFTER_TURN}
+    within = {name: length for name, length in parts.items() if name not in {*before, *after}}
+    return [
+        *_in_a_row(before, turn["start"] - sum(before.values())),
+        *_in_a_row(within, turn["start"]),
+        *_in_a_row(after, turn["end"]),
+        (TURN, turn["start"], turn["end"]),
+    ]
+
+
+def _in_a_row(parts: dict[str, float], at: float) -> Iterator[tuple[str, float, float]]:
+    for name, length in parts.items():
+        yield name, at, at + length
+        at += length
+
+
+def _look(part: str) -> dict[str, Any]:
+    """How a part is drawn; the turn itself is a frame around its parts."""
+    if part == TURN:
+        return {"fill": False, "edgecolor": "black", "linewidth": 1.0}
+    return {"color": TURN_PARTS.get(part, OTHER_PART)}
 
 
 def tidy(axes: Axes, grid: Literal["x", "y"] = "y") -> None:

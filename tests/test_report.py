@@ -17,7 +17,7 @@ from launcher.figures import accuracy_figure, throughput_figure, training_figure
 from launcher.report import main, summary
 from launcher.run_record import RunRecord, Sample, close_gaps, merge_steps, read_run
 from launcher.status import Status, write_status
-from launcher.timelines import compile_figure, memory_figure
+from launcher.timelines import compile_figure, lay_out_turn, memory_figure
 
 PNG = b"\x89PNG\r\n\x1a\n"
 FIGURES = {"training.png", "accuracy.png", "throughput.png", "memory.png", "compile.png"}
@@ -38,8 +38,10 @@ def sample_line(second: float, rank: int, phase: str = "step", gpu: int | None =
     return line if gpu is None else line | {"gpu": gpu}
 
 
-def turn(rank: int, start: float, seconds: float = 4.0) -> dict[str, Any]:
-    times = {"start": start, "end": start + seconds, "seconds": seconds, "parts": {"compile": 3.0, "proof": 1.0}}
+def turn(rank: int, start: float, wait: float = 0.0) -> dict[str, Any]:
+    """A turn of 4 s by its start: 3 s of preparing and `wait` seconds before it, 1 s of proof after."""
+    parts = {"imports": 2.0, "build": 1.0, "wait": wait, "trace": 0.5, "compile": 3.0, "run": 0.5, "proof": 1.0}
+    times = {"start": start, "end": start + 4, "seconds": 4.0, "parts": parts}
     return {"rank": rank, "role": "drafter", **times, "cache_hits": 9, "cache_misses": rank}
 
 
@@ -67,7 +69,7 @@ def run(tmp_path: Path) -> Path:
     write_lines(folder / "metrics.jsonl", [eval_line(0, 1.0), *steps, eval_line(20, 2.5)])
     samples = [sample_line(second, rank, gpu=(rank + 1) * 10**10) for second in range(9) for rank in (0, 1)]
     write_lines(folder / "memory.jsonl", samples)
-    (folder / "compile_report.json").write_text(json.dumps({"turns": [turn(1, 5.0), turn(2, 9.0)]}))
+    (folder / "compile_report.json").write_text(json.dumps({"turns": [turn(1, 5.0), turn(2, 9.0, wait=4.0)]}))
     return folder
 
 
@@ -90,7 +92,7 @@ def test_a_whole_run_gives_every_figure_and_the_numbers(run: Path, capsys: pytes
         "| drafter peak, host | 1.0 GB",
         "12.5 GB",
         "2, 8.0 s together, 18 cache hits, 3 misses",
-        "| 2 | 2 | 4.0 | compile 3.0, proof 1.0 | 9 | 2 |",
+        "| 2 | 2 | 4.0 | imports 2.0, build 1.0, wait 4.0, trace 0.5, compile 3.0, run 0.5, proof 1.0 | 9 | 2 |",
         "![compile.png](compile.png)",
     ):
         assert words in text
@@ -148,9 +150,31 @@ def test_the_figures_show_the_data(run: Path) -> None:
     accuracy, throughput = accuracy_figure(record), throughput_figure(record)
     assert accuracy is not None and throughput is not None
     assert data_of(accuracy.axes[1].lines[1], "y") == pytest.approx([0.5, 0.25, 0.1])
-    timeline = compile_figure(record)
+
+
+def test_turns_lie_where_they_were_with_what_came_before_and_after(run: Path) -> None:
+    timeline = compile_figure(read_run(run))
     assert timeline is not None
-    assert bars_of(timeline.axes[0]) == [(0, 3), (3, 1), (4, 3), (7, 1)], "two turns of two parts, one after the other"
+    axes = timeline.axes[0]
+    first = [(0, 2), (2, 1), (3, 0), (3, 0.5), (3.5, 3), (6.5, 0.5), (7, 1), (3, 4)]
+    second = [(0, 2), (2, 1), (3, 4), (7, 0.5), (7.5, 3), (10.5, 0.5), (11, 1), (7, 4)]
+    assert bars_of(axes) == first + second, "preparing | the turn | the proof, and a frame around the turn"
+    assert axes.get_xlim()[0] == 0 and axes.get_xlim()[1] > 12, "all of it, and room for the words"
+    legend = axes.get_legend()
+    assert legend is not None
+    names = [text.get_text() for text in legend.get_texts()]
+    assert names == ["imports", "build", "wait", "trace", "compile", "run", "proof", "the turn"]
+    parts = [bar.get_facecolor() for bar in axes.patches if isinstance(bar, Rectangle)][:7]
+    assert len(set(parts)) == 7, "a colour each"
+
+
+def test_the_turn_of_a_target_begins_after_its_stock_run() -> None:
+    parts = {"stock": 2.0, "wait": 1.0, "trace": 1.0, "compile": 2.0, "run": 1.0, "proof": 0.5}
+    lane = lay_out_turn({"start": 10.0, "end": 14.0, "parts": parts})
+    assert lane[:3] == [("stock", 7.0, 9.0), ("wait", 9.0, 10.0), ("trace", 10.0, 11.0)]
+    assert lane[-2:] == [("proof", 14.0, 14.5), ("the turn", 10.0, 14.0)]
+    failed = lay_out_turn({"start": 10.0, "end": 14.0, "parts": {"build": 1.0, "wait": 0.0}})
+    assert failed == [("build", 9.0, 10.0), ("wait", 10.0, 10.0), ("the turn", 10.0, 14.0)]
 
 
 def test_skipped_steps_do_not_break_the_figures() -> None:
