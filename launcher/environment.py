@@ -121,13 +121,20 @@ def main(args: list[str]) -> int:
     current = collect()
     if flags.lock is not None:
         path = (flags.lock if flags.lock.is_dir() else flags.lock.parent) / LOCK_NAME
-        write_fingerprint(path, {k: v for k, v in current.items() if k not in NOT_LOCKED})
+        _lock(path, current)
         print(f"wrote {path}")
     elif flags.json:
         print(json.dumps(current, indent=2, sort_keys=True))
     else:
         print(describe(current))
     return 0
+
+
+def _lock(path: Path, current: Fingerprint) -> None:
+    try:
+        write_fingerprint(path, {k: v for k, v in current.items() if k not in NOT_LOCKED})
+    except OSError as error:
+        raise UserError(f"--lock: cannot write {path}: {error.strerror}", "give a config file or a folder") from None
 
 
 def describe(fingerprint: Fingerprint) -> str:

@@ -174,5 +174,11 @@ def test_commands_lock_and_compare(tmp_path: Path, capsys: pytest.CaptureFixture
         main(["--nope"])
 
 
+def test_a_lock_beside_nothing_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="cannot write .*nowhere/environment.lock: No such file") as refused:
+        main(["--lock", str(tmp_path / "nowhere/x.toml")])
+    assert refused.value.code == 78 and "\n" not in str(refused.value)
+
+
 def _root() -> Path:
     return Path(__file__).resolve().parent.parent
