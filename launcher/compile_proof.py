@@ -100,15 +100,13 @@ def examine(
         missing += [f"the mask is wrong: {problem}" for problem in mask_problems(inputs.mask, wanted)]
     output_error, gradient_error = reference_errors(step.drafter, forward, batch, inputs)
     missing += number_problems(output_error, gradient_error, step.precision)
-    breaks = sum(counters["graph_break"].values())
-    if breaks:
-        missing.append(f"{breaks} graph breaks: {', '.join(map(str, counters['graph_break']))}")
+    missing += break_problems(counters["graph_break"])
     if (again := graphs_compiled() - graphs) > 0:
         missing.append(f"the step compiled {again} more graphs when it ran again")
     return Proof(
         forward.backend,
         graphs,
-        breaks,
+        sum(counters["graph_break"].values()),
         kernels,
         peak,
         bound,
@@ -182,6 +180,13 @@ def number_problems(output_error: float, gradient_error: float, precision: str) 
         f"the step differs from the dense float32 reference: outputs by {output_error:.1e} (at most {limit:.0e}),"
         f" gradients by {gradient_error:.1e} (at most {2 * limit:.0e})"
     ]
+
+
+def break_problems(breaks: Mapping[str, int]) -> list[str]:
+    """A phrase where the compiler left some of the code to Python; `breaks` has how often, by reason."""
+    if not breaks:
+        return []
+    return [f"{sum(breaks.values())} graph breaks: {', '.join(map(str, breaks))}"]
 
 
 def _too_few(graphs: int, wanted: int) -> str:

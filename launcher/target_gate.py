@@ -8,15 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 
 import torch
-from torch._dynamo.exc import TorchDynamoException
+from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 from torch._dynamo.utils import counters
 
 from launcher.barrier import Turn
 from launcher.compile_gate import ADVICE, cache_counts, cause_of, compile_with
-from launcher.compile_proof import ProofError, launches, watch_step
+from launcher.compile_proof import ProofError, break_problems, launches, watch_step
 from launcher.compile_report import Stopwatch, TurnReport
 from launcher.errors import ExitCode
 from launcher.outcome import failure_code
@@ -33,11 +33,17 @@ MIXTURE_TOLERANCES = {torch.bfloat16: (0.2, 2.0), torch.float32: (1e-2, 1.0)}
 
 @dataclass(frozen=True)
 class TargetProof:
-    """What one turn showed; `missing` says why it is not proved, a phrase each."""
+    """What one turn showed.
+
+    peak_bytes: memory of a row above what was allocated before it; 0 where it is not counted (CPU).
+    missing: why it is not proved, a phrase each.
+    """
 
     attention: str
-    graphs: int
+    graphs: int = 0
+    graph_breaks: int = 0
     kernels: Mapping[str, int] = field(default_factory=dict)
+    peak_bytes: int = 0
     mean_error: float = 0.0
     worst_error: float = 0.0
     missing: tuple[str, ...] = ()
@@ -47,9 +53,10 @@ class TargetProof:
         if self.missing:
             return f"NOT PROVED: {'; '.join(self.missing)}"
         fused = f", {launches(self.kernels)[0]} flex kernels" if self.kernels else ""
+        memory = f", {self.peak_bytes / 1e9:.1f} GB a row" if self.peak_bytes else ""
         return (
-            f"{self.attention}{fused}, features differ from stock by {self.mean_error:.1e} (worst token"
-            f" {self.worst_error:.1e})"
+            f"{self.attention}{fused}{memory}, features differ from stock by {self.mean_error:.1e} (worst token"
+            f" {self.worst_error:.1e}), {self.graph_breaks} graph breaks"
         )
 
 
@@ -72,7 +79,8 @@ def pass_target_gate(
         record: gets the report, proved or not.
 
     Raises:
-        ProofError: the target does not compile, or is not what it should be; the message says what was missing.
+        ProofError: the target does not compile, or is not what it should be; the message says what was missing. Other
+            errors of the target are raised as they are. The turn is recorded before.
     """
     watch = Stopwatch()
     with target.stock_attention():
@@ -81,40 +89,68 @@ def pass_target_gate(
     with turn_of as turn:
         watch.lap("wait")
         counters.clear()
-        _compile(target, run_row, watch)
-        cache = cache_counts()
-        turn.pass_on()
-        proof = examine(target, expected, run_row)
-        watch.lap("proof")
-        times = (turn.start, turn.end, round(turn.seconds, 3))
-        report = TurnReport(rank, "target", *times, dict(watch.laps), *cache, 0, asdict(proof), not proof.missing)
+        proof, failure, undone = TargetProof(_attention(target)), None, "the target's layers did not run"
+        try:
+            target.compile_layers()
+            compile_with(run_row, watch)
+            cache, undone = cache_counts(), "the proof did not end"
+            turn.pass_on()
+            proof = examine(target, expected, run_row)
+            watch.lap("proof")
+        except Exception as error:  # raised below, once the turn is recorded
+            failure, cache, cause = error, cache_counts(), cause_of(error)
+            proof = replace(proof, missing=(f"{undone}: {type(cause).__name__}: {first_line(cause)}",))
+        report = _report(rank, turn, watch, cache, proof)
         hits = f"{cache[0]} cache hits" + (f", {cache[1]} misses" if cache[1] else "")
-        announce(f"compile target {turn.place + 1}/{turn.count} rank {rank} {times[2]:.1f} s ({hits})  {proof.line()}")
+        where = f"{turn.place + 1}/{turn.count} rank {rank}"
+        announce(f"compile target {where} {report.seconds:.1f} s ({hits})  {proof.line()}")
         record(report)
-        if proof.missing:
-            raise ProofError("; ".join(proof.missing), ADVICE)
+        _judge(proof, failure)
     return report
 
 
-def _compile(target: TappedTarget, run_row: Callable[[], RowBatch], watch: Stopwatch) -> None:
-    target.compile_layers()
-    try:
-        compile_with(run_row, watch)
-    except TorchDynamoException as error:
-        cause = cause_of(error)
-        if failure_code(cause) is ExitCode.RETRY:
-            raise cause from error
-        raise ProofError(
-            f"the target's layers do not compile: {type(cause).__name__}: {first_line(cause)}",
-            "set target.compile=false and target.attention=sdpa for this target, or choose another one",
-        ) from error
+def _attention(target: TappedTarget) -> str:
+    return "flex" if target.packed else "sdpa"
+
+
+def _report(rank: int, turn: Turn, watch: Stopwatch, cache: tuple[int, int], proof: TargetProof) -> TurnReport:
+    seconds = round(turn.seconds, 3)
+    return TurnReport(
+        rank,
+        "target",
+        turn.start,
+        turn.start + seconds,
+        seconds,
+        dict(watch.laps),
+        *cache,
+        proof.peak_bytes,
+        asdict(proof),
+        not proof.missing,
+    )
+
+
+def _judge(proof: TargetProof, failure: Exception | None) -> None:
+    """Raise for what is missing; for layers that do not compile, with the way out."""
+    if failure is None:
+        if proof.missing:
+            raise ProofError("; ".join(proof.missing), ADVICE)
+        return
+    cause = cause_of(failure)
+    if cause is not failure and failure_code(cause) is ExitCode.RETRY:
+        raise cause from failure  # no memory, or no room on a disk: that says nothing about the target
+    if not isinstance(failure, TorchDynamoException | FailOnRecompileLimitHit):
+        raise failure
+    raise ProofError(
+        f"the target's layers do not compile: {type(cause).__name__}: {first_line(cause)}",
+        "set target.compile=false and target.attention=sdpa for this target, or choose another one",
+    ) from failure
 
 
 def examine(target: TappedTarget, expected: RowBatch, run_row: Callable[[], RowBatch]) -> TargetProof:
     """Look at a compiled target that has run once; nothing is raised for what is missing."""
-    graphs, found, kernels = graphs_compiled(), [], {}
-    if expected.features.is_cuda and target.packed:
-        kernels, _ = watch_step(lambda: found.append(run_row()))
+    graphs, found, kernels, peak = graphs_compiled(), [], {}, 0
+    if expected.features.is_cuda:
+        kernels, peak = watch_step(lambda: found.append(run_row()))
     else:
         found.append(run_row())
     real, limits = expected.doc >= 0, MIXTURE_TOLERANCES if target.mixes_experts else TOLERANCES
@@ -122,10 +158,12 @@ def examine(target: TappedTarget, expected: RowBatch, run_row: Callable[[], RowB
     mean, worst = float(error_S.mean()), float(error_S.max())
     missing = [
         *graph_problems(graphs, graphs_compiled()),
+        *break_problems(counters["graph_break"]),
         *number_problems(mean, worst, *limits[expected.features.dtype]),
         *(kernel_problems(kernels, target.attention_layers) if expected.features.is_cuda and target.packed else []),
     ]
-    return TargetProof("flex" if target.packed else "sdpa", graphs, kernels, mean, worst, tuple(missing))
+    breaks = sum(counters["graph_break"].values())
+    return TargetProof(_attention(target), graphs, breaks, kernels, peak, mean, worst, tuple(missing))
 
 
 def graph_problems(graphs: int, after: int) -> list[str]:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 import torch
+from torch._dynamo.utils import counters
 
+import launcher.target_gate
 from launcher.barrier import OrderedTurns
 from launcher.compile_proof import ProofError
 from launcher.compile_report import TurnReport
 from launcher.control import Control
-from launcher.target_gate import graph_problems, kernel_problems, number_problems, pass_target_gate
+from launcher.outcome import failure_code
+from launcher.target_gate import TargetProof, graph_problems, kernel_problems, number_problems, pass_target_gate
 from models.draft_step import RowBatch
 from models.target import TappedTarget, load_tapped_target
 from tests.gates import StandIn
@@ -49,8 +53,9 @@ def test_a_good_turn_is_proved(target: TappedTarget) -> None:
     report = take_turn(target, console)
     assert not target.mixes_experts
     assert report.verified and report.role == "target" and report.proof["graphs"] >= 1
-    assert 0 < report.proof["worst_error"] < 1e-3
+    assert 0 < report.proof["worst_error"] < 1e-3 and report.proof["graph_breaks"] == 0
     assert console[0].startswith("compile target 1/1 rank 0") and "flex, features differ from stock by" in console[0]
+    assert console[0].endswith("0 graph breaks")
 
 
 def test_other_features_than_stock_end_the_run(target: TappedTarget, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -61,15 +66,81 @@ def test_other_features_than_stock_end_the_run(target: TappedTarget, monkeypatch
     assert "NOT PROVED" in console[0] and not RECORDED[-1].verified
 
 
-def test_a_target_that_does_not_compile_ends_the_run_with_a_way_out(target: TappedTarget) -> None:
+def spoil(target: TappedTarget, error: Exception) -> None:
+    """Compile with a backend that raises."""
+
     def broken(*_: object) -> None:
-        raise NotImplementedError("heads of 3")
+        raise error
 
     compile_layers = TappedTarget.compile_layers
     target.compile_layers = lambda **_: compile_layers(target, backend=broken)  # pyrefly: ignore[bad-assignment]
-    with pytest.raises(ProofError, match="do not compile") as caught:
-        take_turn(target, [])
-    assert "heads of 3" in str(caught.value) and "target.attention=sdpa" in str(caught.value)
+
+
+def fail_turn(target: TappedTarget, expected: type[Exception]) -> tuple[Exception, str]:
+    """A turn that raises; its error, and what the report that was recorded for it lacks."""
+    console: list[str] = []
+    RECORDED.clear()
+    with pytest.raises(expected) as caught:
+        take_turn(target, console)
+    (report,) = RECORDED
+    (missing,) = report.proof["missing"]
+    assert not report.verified and report.seconds > 0
+    assert f"NOT PROVED: {missing}" in console[0]
+    return caught.value, missing
+
+
+def test_a_target_that_does_not_compile_ends_the_run_with_a_way_out(target: TappedTarget) -> None:
+    spoil(target, NotImplementedError("heads of 3"))
+    error, missing = fail_turn(target, ProofError)
+    assert "do not compile: NotImplementedError: heads of 3" in str(error) and "target.attention=sdpa" in str(error)
+    assert missing == "the target's layers did not run: NotImplementedError: heads of 3"
+
+
+def test_a_turn_without_memory_is_recorded_and_may_be_tried_again(target: TappedTarget) -> None:
+    spoil(target, trouble := torch.OutOfMemoryError("CUDA out of memory"))
+    error, missing = fail_turn(target, torch.OutOfMemoryError)
+    assert error is trouble and failure_code(error) == 75 and "OutOfMemoryError" in missing
+
+
+def test_a_proof_that_does_not_end_is_recorded(target: TappedTarget, monkeypatch: pytest.MonkeyPatch) -> None:
+    def out_of_memory(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr("launcher.target_gate.token_errors", out_of_memory)
+    assert fail_turn(target, torch.OutOfMemoryError)[1].startswith("the proof did not end: OutOfMemoryError")
+
+
+def test_a_recompile_limit_is_a_target_that_does_not_compile(
+    target: TappedTarget, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows of two lengths, where only one graph is allowed."""
+    forward = TappedTarget.forward
+
+    def forward_twice(self: TappedTarget, *row: torch.Tensor) -> torch.Tensor:
+        forward(self, *(tensor[:-3] for tensor in row))
+        return forward(self, *row)
+
+    monkeypatch.setattr(TappedTarget, "forward", forward_twice)
+    with torch._dynamo.config.patch(recompile_limit=1):
+        error, missing = fail_turn(target, ProofError)
+    assert "FailOnRecompileLimitHit" in missing and "target.attention=sdpa" in str(error)
+
+
+def test_graph_breaks_and_the_peak_of_memory_are_in_the_report(
+    target: TappedTarget, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = launcher.target_gate.examine
+
+    def broken(*row: Any) -> TargetProof:
+        counters["graph_break"]["print"] += 2
+        return replace(real(*row), peak_bytes=3 << 30)
+
+    monkeypatch.setattr("launcher.target_gate.examine", broken)
+    console: list[str] = []
+    with pytest.raises(ProofError, match="2 graph breaks: print"):
+        take_turn(target, console)
+    assert RECORDED[-1].proof["graph_breaks"] == 2 and RECORDED[-1].peak_bytes == 3 << 30
+    assert "flex, 3.2 GB a row, " in replace(TargetProof(**RECORDED[-1].proof), missing=()).line()
 
 
 def test_problems_are_named() -> None:
