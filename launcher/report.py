@@ -127,6 +127,7 @@ def _rates(record: RunRecord) -> list[tuple[str, str]]:
         ("tokens", f"{median(tokens):,.0f} per second"),
         ("waiting for rows", f"{waited:.1%} of the time"),
         *_target_side(record),
+        *([("bottleneck", record.bottleneck)] if record.bottleneck else []),
     ]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -11,8 +12,11 @@ from typing import Any, NamedTuple
 from launcher.errors import UserError
 from launcher.sinks import parse_line
 from launcher.status import Status, read_status
+from launcher.whole_files import write_whole
 
+log = logging.getLogger("launcher")
 Metrics = dict[int, dict[str, Any]]
+BOTTLENECK = "bottleneck.txt"
 MARKS = ("config.toml", "metrics.jsonl", "status.json")
 # Silence of all ranks that is longer than this many sampling intervals lies between two attempts.
 GAP_INTERVALS, GAP_SECONDS = 5.0, 3.0
@@ -31,7 +35,8 @@ class Sample(NamedTuple):
 
 @dataclass(frozen=True)
 class RunRecord:
-    """A run as far as it got; everything may be empty. `turns` are those of compile_report.json, in rank order."""
+    """A run as far as it got; everything may be empty. `turns` are those of compile_report.json, in rank order;
+    `bottleneck` is what the last attempt that came far enough said of its two sides."""
 
     folder: Path
     status: Status | None = None
@@ -39,6 +44,7 @@ class RunRecord:
     memory: list[Sample] = field(default_factory=list)
     turns: list[dict[str, Any]] = field(default_factory=list)
     notices: list[str] = field(default_factory=list)
+    bottleneck: str | None = None
 
     def series(self, name: str) -> tuple[list[int], list[Any]]:
         """Steps and values of one metric, where it was recorded."""
@@ -65,7 +71,15 @@ def read_run(folder: Path) -> RunRecord:
         status, turns = read_status(folder), _read_turns(folder / "compile_report.json")
     except (ValueError, KeyError) as error:
         raise UserError(f"{folder} is damaged: {error}", "remove the file and start the run again") from error
-    return RunRecord(folder, status, metrics, sorted(samples), turns, notices)
+    return RunRecord(folder, status, metrics, sorted(samples), turns, notices, _read_bottleneck(folder))
+
+
+def keep_bottleneck(attempt_dir: Path, verdict: str) -> None:
+    """Leave the verdict of a run's end to the report. A disk that does not take it costs a warning."""
+    try:
+        write_whole(attempt_dir / BOTTLENECK, verdict + "\n")
+    except OSError as error:
+        log.warning("the report will not name the bottleneck: %s: %s", attempt_dir / BOTTLENECK, error.strerror)
 
 
 def merge_steps(lines: list[dict[str, Any]]) -> Metrics:
@@ -120,3 +134,9 @@ def _read_lines(path: Path, wanted: set[str], notices: list[str]) -> list[dict[s
 
 def _read_turns(path: Path) -> list[dict[str, Any]]:
     return json.loads(path.read_text())["turns"] if path.exists() else []
+
+
+def _read_bottleneck(folder: Path) -> str | None:
+    found = [path for path in folder.glob(f"attempts/*/{BOTTLENECK}") if path.parent.name.isdigit()]
+    last = max(found, key=lambda path: int(path.parent.name), default=None)
+    return last.read_text(errors="replace").strip() if last else None

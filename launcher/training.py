@@ -25,6 +25,7 @@ from launcher.rank import Rank, compute_dtype, to_compute
 from launcher.recompiles import explain_recompiles
 from launcher.resume import resume
 from launcher.row_layout import RowLayout
+from launcher.run_record import keep_bottleneck
 from launcher.schedule import is_due
 from launcher.sinks import MetricsWriter, NoMetrics
 from launcher.topology import Split
@@ -84,6 +85,7 @@ class Training:
         self._settle(0)
         self.receiver.close()
         self.metrics.close()
+        self._name_bottleneck()
         return self._summary()
 
     def _take_step(self, step: int) -> int:
@@ -96,6 +98,7 @@ class Training:
 
     def _end_if_asked(self, stop: int, done: int) -> None:
         if stop:
+            self._name_bottleneck()
             self.receiver.close()
             self.rank.control.set("ended", done)
             raise StopRequested(ExitCode(stop))
@@ -121,9 +124,15 @@ class Training:
                 f"{self.acceptance[step].length:.2f} (step {step})" for step in dict.fromkeys([first, last])
             )
             lines.append(f"acceptance length on held-out prompts: {change}")
-        if (verdict := self.balance.verdict()) is not None:
-            self.rank.journal.announce(verdict)
         return "; ".join(lines)
+
+    def _name_bottleneck(self) -> None:
+        """On the console and for the report, where steps were counted; every step's numbers have been read by now."""
+        if (verdict := self.balance.verdict()) is None:
+            return
+        self.rank.journal.announce(verdict)
+        if self.rank.leads_drafters:
+            keep_bottleneck(self.rank.attempt_dir, verdict)
 
     def _open_metrics(self) -> MetricsWriter | NoMetrics:
         rank = self.rank

@@ -10,6 +10,7 @@ from typing import Any, cast
 import pytest
 
 from launcher.config import validate
+from launcher.run_record import read_run
 from launcher.schedule import Schedule
 from launcher.topology import Split, build_topology
 from launcher.training import Training
@@ -103,6 +104,7 @@ def test_a_resumed_run_draws_what_an_uninterrupted_one_does(tmp_path: Path) -> N
     start(tmp_path / "parts", 2, tmp_path / "cache")
     parts = start(tmp_path / "parts", 4, tmp_path / "cache")
     assert "resumed from" in parts.console and "the bottleneck (drafters waited" in whole.console
+    assert read_run(tmp_path / "whole" / "run").bottleneck in whole.console.splitlines()
     losses = [[(entry["step"], entry["loss"], entry["grad_norm"]) for entry in run.metrics] for run in (whole, parts)]
     assert losses[0] == losses[1] and len(losses[0]) == 4
     # 2 drafters x 2 rows x 3 draws x 4 anchors, fewer where a row has fewer.

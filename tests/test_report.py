@@ -15,7 +15,7 @@ from matplotlib.patches import Rectangle
 from launcher.errors import UserError
 from launcher.figures import accuracy_figure, throughput_figure, training_figure
 from launcher.report import main, summary
-from launcher.run_record import RunRecord, Sample, close_gaps, merge_steps, read_run
+from launcher.run_record import RunRecord, Sample, close_gaps, keep_bottleneck, merge_steps, read_run
 from launcher.status import Status, write_status
 from launcher.timelines import compile_figure, lay_out_turn, memory_figure
 
@@ -232,3 +232,14 @@ def test_the_summary_says_who_waited_where_that_was_recorded(run: Path) -> None:
     text = summary(read_run(run), [])
     assert "| targets waiting for drafters | 52.0% of the time |" in text
     assert "| rows on their way when one was asked for | 2.0 |" in text
+
+
+def test_the_summary_names_the_bottleneck_of_the_last_attempt_that_came_so_far(run: Path) -> None:
+    assert "bottleneck" not in summary(read_run(run), [])
+    for number in (2, 10, 11):
+        (run / "attempts" / str(number)).mkdir(parents=True)
+    keep_bottleneck(run / "attempts" / "2", "the targets were the bottleneck")
+    keep_bottleneck(run / "attempts" / "10", "the drafters were the bottleneck; 2t+6d would give 8 rows/s")
+    text = summary(read_run(run), [])
+    assert "| bottleneck | the drafters were the bottleneck; 2t+6d would give 8 rows/s |" in text
+    assert "the targets were" not in text

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -13,6 +15,7 @@ from launcher.config import validate
 from launcher.config_sections import RuntimeConfig
 from launcher.errors import ExitCode, StopRequested
 from launcher.lifecycle import Lifecycle
+from launcher.run_record import BOTTLENECK
 from launcher.schedule import Schedule
 from launcher.topology import Role, Split, build_topology
 from launcher.training import Training
@@ -29,9 +32,15 @@ class Loop:
         self.control = FileControl(folder / "control")
         role = Role(1, "drafter", 0, 0, 1)
         self.life = Lifecycle(cast(Any, self.control), role, 2, folder, folder / "rank.log", RuntimeConfig())
-        journal = SimpleNamespace(announce=self.said.append)
+        rank = SimpleNamespace(
+            lifecycle=self.life,
+            control=self.control,
+            journal=SimpleNamespace(announce=self.said.append),
+            leads_drafters=True,
+            attempt_dir=folder,
+        )
         self.training = Training.__new__(Training)
-        self.training.rank = cast(Any, SimpleNamespace(lifecycle=self.life, control=self.control, journal=journal))
+        self.training.rank = cast(Any, rank)
         self.training.config = validate(
             {"eval": {"every": 2, "prompts": 1}, "checkpoint": {"every": 2}, "target": {"model": "random:tiny"}}
         )
@@ -66,11 +75,14 @@ class Loop:
     def drain(self, timeout: float) -> None:
         self._come_to("drain")
 
+    def verdict(self) -> str | None:
+        return "the targets were the bottleneck" if self.life.step else None
+
     def better_split(self, steps_left: int) -> Split | None:
         return Split(2, 6) if LAST - steps_left == self.better_at else None
 
     def __getattr__(self, name: str) -> Any:
-        assert name in {"poll", "write", "skip", "close", "verdict"}, name
+        assert name in {"poll", "write", "skip", "close"}, name
         return lambda *arguments: None
 
 
@@ -82,6 +94,7 @@ def test_a_stop_at_any_place_of_the_loop_ends_it_after_a_step_and_a_save(tmp_pat
     ended = 3
     assert stopped.value.code == 143 and loop.control.get("ended") == ended
     assert loop.saves == [(2, False), (ended, True)]
+    assert loop.said[-1] == (tmp_path / BOTTLENECK).read_text().strip() == "the targets were the bottleneck"
 
 
 def test_a_stop_that_came_while_the_run_was_loaded_ends_it_before_the_first_row(tmp_path: Path) -> None:
@@ -91,12 +104,29 @@ def test_a_stop_that_came_while_the_run_was_loaded_ends_it_before_the_first_row(
     with pytest.raises(StopRequested):
         loop.training.run()
     assert loop.control.get("ended") == 0 and loop.saves == [] and loop.training.acceptance == {}
+    assert loop.said == [] and not (tmp_path / BOTTLENECK).exists(), "nothing was counted"
 
 
 def test_a_stop_while_a_better_split_is_prepared_lets_that_end(tmp_path: Path) -> None:
     loop = Loop(tmp_path, "drain", better_at=3)
     assert "going on as 2t+6d" in loop.training.run()
     assert loop.control.get("ended") == 3 and loop.saves == [(2, False), (3, True)]
+
+
+def test_the_bottleneck_is_named_at_the_end_and_a_full_disk_is_no_reason_to_fail(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert "trained to step 6" in Loop(tmp_path, "nowhere").training.run()
+    assert (tmp_path / BOTTLENECK).read_text() == "the targets were the bottleneck\n"
+
+    def full(path: Path, text: str) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("launcher.run_record.write_whole", full)
+    (other := tmp_path / "other").mkdir()
+    assert "trained to step 6" in Loop(other, "nowhere").training.run()
+    lost = f"the report will not name the bottleneck: {other / BOTTLENECK}: No space left on device"
+    assert [line for line in caplog.messages if "bottleneck" in line] == [lost]
 
 
 def test_a_wait_that_a_stop_could_end_on_some_ranks_only_is_a_mistake(tmp_path: Path) -> None:
