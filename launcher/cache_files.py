@@ -1,7 +1,8 @@
 """The files of one compile cache and its manifest: what is in it, what built it, whether it is still whole.
 
-A manifest is written when the cache is made and again at every clean close. Between two closes Inductor and Triton add
-files, each written beside and renamed, so files that no manifest lists are taken as they are.
+A manifest is written when the cache is made, again after the gate, and at every clean close. What it lists is compared
+at every start. Files that it does not list are what a run left that was killed in its gate; the compilers wrote them
+beside and renamed them, and they are taken as they are: the next gate proves what comes of them before it lists them.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import hashlib
 import os
 import re
 import stat
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,8 +25,6 @@ from launcher.fingerprint import Fingerprint
 MANIFEST = "manifest.json"
 IN_USE = "in-use.lock"
 PARTS = ("inductor", "triton")
-# Contents are compared at every start up to this many bytes (a tenth of a second), above it only sizes are.
-HASHED_AT_START = 256 << 20
 NETWORK_FILE_SYSTEMS = re.compile(
     r"nfs|cifs|smb|lustre|gpfs|beegfs|ceph|gluster|9p|afs|panfs|wekafs|orangefs|fuse\.(sshfs|s3|gcs|goofys|juicefs)"
 )
@@ -76,7 +76,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 def write_manifest(folder: Path, manifest: Manifest, create: bool = False) -> None:
     """Write it whole or not at all; with `create` an existing one stays, whoever was first."""
-    temporary = folder / f".{MANIFEST}.{os.getpid()}.tmp"
+    temporary = folder / f".{MANIFEST}.{os.getpid()}-{threading.get_ident()}.tmp"
     temporary.write_text(manifest.model_dump_json() + "\n")
     try:
         if create:
@@ -118,16 +118,15 @@ def record(folder: Path, manifest: Manifest, settled: float = SETTLED_SECONDS) -
     return manifest.model_copy(update={"files": files, "last_use": now})
 
 
-def damage(folder: Path, manifest: Manifest, hash_limit: int | None = None) -> list[str]:
-    """What is wrong with the listed files, a line each; contents are read if all are within `hash_limit` bytes."""
+def damage(folder: Path, manifest: Manifest) -> list[str]:
+    """What is wrong with the listed files, a line each. Reads them all: a second for 1 GB."""
     found = []
-    contents = hash_limit is None or manifest.size <= hash_limit
     for path, file in manifest.files.items():
         try:
             size = os.stat(folder / path, follow_symlinks=False).st_size
             if size != file.size:
                 found.append(f"{path} has {size} bytes instead of {file.size}")
-            elif contents and sha256(folder / path) != file.sha256:
+            elif sha256(folder / path) != file.sha256:
                 found.append(f"{path} has other contents than when it was written")
         except OSError as error:
             found.append(f"{path}: {error.strerror}")

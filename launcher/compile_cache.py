@@ -15,14 +15,15 @@ import re
 import shutil
 import sys
 import tempfile
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 
 from launcher.cache_files import (
-    HASHED_AT_START,
     IN_USE,
     MANIFEST,
     PARTS,
+    SETTLED_SECONDS,
     Manifest,
     damage,
     make_own_folder,
@@ -60,16 +61,30 @@ class ActiveCache:
 
     def close(self) -> None:
         """Record what the cache holds, or remove a private one. One rank per node does it, after all have finished."""
-        try:
-            if self.private:
-                shutil.rmtree(self.folder, ignore_errors=True)
-            else:
-                write_manifest(self.folder, record(self.folder, read_manifest(self.folder)))
-        except (OSError, ValueError) as error:
-            log.warning("compile cache %s: its manifest could not be written: %s", self.folder, error)
+        if self.private:
+            shutil.rmtree(self.folder, ignore_errors=True)
+        else:
+            list_files(self.folder)
         if self.in_use is not None:
             os.close(self.in_use)
             self.in_use = None
+
+
+def list_files(folder: Path) -> None:
+    """Bring a cache's manifest up to date; where that fails, one warning."""
+    try:
+        write_manifest(folder, record(folder, read_manifest(folder)))
+    except (OSError, ValueError) as error:
+        log.warning("compile cache %s: its manifest could not be written: %s", folder, error)
+
+
+def list_files_soon(folder: Path) -> threading.Timer:
+    """The same in the background once the newest files have settled, so that a run that is killed later leaves a true
+    manifest. One rank per node does it after the gate."""
+    timer = threading.Timer(SETTLED_SECONDS, list_files, [folder])
+    timer.daemon = True
+    timer.start()
+    return timer
 
 
 def activate(config: Config, device: str, fingerprint: Fingerprint, session: str) -> ActiveCache:
@@ -152,7 +167,7 @@ def _check(folder: Path, fingerprint: Fingerprint) -> None:
     changes = diff(cache_fields(manifest.fingerprint), cache_fields(fingerprint))
     if changes:
         raise ValueError(f"another environment built it: {'; '.join(map(str, changes))}")
-    found = damage(folder, manifest, HASHED_AT_START)
+    found = damage(folder, manifest)
     if found:
         more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
         raise ValueError(f"it is damaged: {found[0]}{more}; to remove it: ./launch.sh cache prune --damaged")

@@ -46,7 +46,7 @@ class Rank:
     journal: Journal
     memory: MemoryWatcher
     rates_folder: Path | None
-    """Where measured rates are kept; None beside a private compile cache."""
+    """The compile cache, where measured rates are kept too; None if it is private."""
     split_is_guess: bool
     """Whether the split was chosen before anything was measured."""
 

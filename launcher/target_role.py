@@ -9,6 +9,7 @@ from torch import Tensor
 from launcher import faults
 from launcher.acceptance import answer_evaluation, evaluation_steps
 from launcher.barrier import OrderedTurns
+from launcher.compile_cache import list_files_soon
 from launcher.compile_report import TurnBook, TurnReport
 from launcher.data import PackedRows, eval_prompts, prepare_rows, row_order
 from launcher.deadlines import lock_patience
@@ -39,10 +40,14 @@ def run_target(rank: Rank, drafter_turns: OrderedTurns, target_turns: OrderedTur
     producer = RowProducer(rank, models, rows, target, team)
     if config.target.compile:
         producer.compile(target_turns)
-    with rank.lifecycle.phase("gate", drafter_turns.limit):
+    with rank.lifecycle.phase("gate", max(drafter_turns.limit, target_turns.limit)):
         drafter_turns.join()
+        if config.target.compile:
+            target_turns.join()
     if config.dry_run:
         return
+    if rank.leads_node and rank.rates_folder is not None:  # the compile cache
+        list_files_soon(rank.rates_folder)
     schedule = agree_schedule(rank)
     evaluations = evaluation_steps(config.eval, schedule)
     for step in range(schedule.start_step, schedule.last_step + 1):

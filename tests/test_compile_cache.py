@@ -158,6 +158,30 @@ def test_network_file_systems_are_told_from_local_ones(tmp_path: Path, monkeypat
     assert "is slow" in start(make_config(tmp_path / "home"), tmp_path).notices[0]
 
 
+def test_a_large_cache_is_compared_as_well(config: Config, tmp_path: Path) -> None:
+    """A flipped byte in 300 MB."""
+    cache = start(config, tmp_path)
+    large = cache.folder / "triton/large"
+    with large.open("wb") as file:
+        file.truncate(300 << 20)
+    os.utime(large, (0, 0))
+    cache.close()
+    with large.open("r+b") as file:
+        file.seek(1 << 20)
+        file.write(b"x")
+    assert "triton/large has other contents" in start(config, tmp_path).notices[0]
+
+
+def test_a_run_that_is_killed_after_the_gate_leaves_a_true_manifest(config: Config, tmp_path: Path) -> None:
+    """With what was written right before it."""
+    folder = start(config, tmp_path).folder
+    (folder / "triton/new").write_bytes(b"kernel")
+    compile_cache.list_files_soon(folder).join(10)
+    assert set(read_manifest(folder).files) == {"triton/new"}
+    (folder / "triton/new").write_bytes(b"kern")
+    assert "triton/new has 4 bytes instead of 6" in start(config, tmp_path).notices[0]
+
+
 def test_two_runs_may_close_one_cache_at_once(config: Config, tmp_path: Path) -> None:
     first = filled(config, tmp_path)
     second = start(config, tmp_path)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from launcher.cache_files import read_manifest
 from launcher.config_sections import DEMO_CHATS
 from launcher.trial import Running
 from tests.faults.conftest import Results
@@ -46,6 +49,33 @@ SLOW_LEADER = Scenario(
 )
 # Another waits for its turn when this one raises; `segfault in turn` and `hang in turn` are elsewhere.
 RAISES = Scenario("raise in turn", (Start("raise@turn:2", DRY, ends_soon, split=(1, 3)),))
+
+
+def compile_cache(run_dir: Path) -> Path:
+    (manifest,) = (run_dir.parent / "compile").glob("*/manifest.json")
+    return manifest.parent
+
+
+def leave_unlisted(run_dir: Path) -> None:
+    """What a run compiled that was killed in its gate."""
+    kernel = compile_cache(run_dir) / "triton/kernel"
+    kernel.write_bytes(b"code")
+    os.utime(kernel, (0, 0))
+
+
+# Rank 0 lists the files of its node's compile cache; a later start is killed once it has.
+KILLED = Scenario(
+    "killed after the gate",
+    (Start("", DRY), Start("slow=5@step:1:0;kill@step:2:0", before=leave_unlisted)),
+)
+
+
+@pytest.mark.parametrize("scenario", [KILLED], ids=str)
+def test_a_run_that_is_killed_has_listed_what_its_gate_compiled(results: Results, scenario: Scenario) -> None:
+    _, killed = results(scenario)
+    check(killed, "failed", 75, ("0 target",))
+    assert "compile cache" not in killed.console
+    assert set(read_manifest(compile_cache(killed.run_dir)).files) == {"triton/kernel"}
 
 
 @pytest.mark.parametrize("scenario", [COMPILED], ids=str)
