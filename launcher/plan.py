@@ -39,7 +39,7 @@ def main(args: list[str]) -> int:
     ranks, nodes = whole_nodes(chosen.gpus, chosen.per_node, config.topology.target_tp)
     shape = run_shape(config)
     found = predictions(shape, gpu, ranks, nodes, config.topology.target_tp)
-    growth = scaling(shape, gpu, chosen.per_node, config.topology.target_tp) if ranks == chosen.per_node else None
+    growth = scaling(shape, gpu, chosen.per_node, config.topology.target_tp)
     print(json.dumps(as_json(shape, gpu, found, growth)) if chosen.json else as_text(shape, gpu, found, growth))
     return 0
 
@@ -62,18 +62,18 @@ def whole_nodes(gpus: int, per_node: int, target_tp: int) -> tuple[int, int]:
     return ranks, gpus // ranks
 
 
-def as_json(shape: RunShape, gpu: Gpu, found: list[Prediction], growth: Scaling | None) -> dict[str, Any]:
+def as_json(shape: RunShape, gpu: Gpu, found: list[Prediction], growth: Scaling) -> dict[str, Any]:
     """Everything that is predicted; seconds, bytes and rows per second."""
-    end = growth.end if growth else None
+    end = growth.end
     return {
         "gpu": gpu.name,
         "gpus": found[0].split.ranks * found[0].nodes,
         "best": str(found[0].split),
         "ranks_of_a_target": target_ranks(shape, gpu),
         "splits": [_numbers(prediction, gpu) for prediction in found],
-        "scaling": [_numbers(prediction, gpu) for prediction in growth.steps] if growth else [],
+        "scaling": [_numbers(prediction, gpu) for prediction in growth.steps],
         "stops_at_gpus": end.split.ranks * end.nodes if end else None,
-        "stops_because": growth.reason(end, gpu) if growth and end else None,
+        "stops_because": growth.reason(end, gpu) if end else None,
     }
 
 
@@ -98,7 +98,7 @@ def _numbers(prediction: Prediction, gpu: Gpu) -> dict[str, Any]:
     }
 
 
-def as_text(shape: RunShape, gpu: Gpu, found: list[Prediction], growth: Scaling | None) -> str:
+def as_text(shape: RunShape, gpu: Gpu, found: list[Prediction], growth: Scaling) -> str:
     """The plan for people."""
     best = found[0]
     gpus = best.split.ranks * best.nodes
@@ -112,9 +112,9 @@ def as_text(shape: RunShape, gpu: Gpu, found: list[Prediction], growth: Scaling 
         f"features: {shape.row_bytes / 1e6:.0f} MB a row, {best.transfer_bytes / 1e9:.2f} GB/s from each target inside"
         f" its node (a link carries {gpu.link_gbs:.0f})",
         _exchange_line(best),
+        _growth_line(growth),
+        _end_line(growth, gpu),
     ]
-    if growth is not None:
-        lines += [_growth_line(growth), _end_line(growth, gpu)]
     return "\n".join(lines)
 
 
@@ -154,7 +154,8 @@ def _growth_line(growth: Scaling) -> str:
         f"{step.split.ranks * step.nodes}: {step.rows:,.0f} ({step.rows / (best * step.nodes):.0%})"
         for step in growth.steps
     )
-    return f"rows/s by GPUs (share of the best rate of a GPU): {', '.join(shares)}"
+    node = growth.steps[0].split.ranks
+    return f"rows/s by GPUs, in nodes of {node} (share of the best rate of a GPU): {', '.join(shares)}"
 
 
 def _end_line(growth: Scaling, gpu: Gpu) -> str:

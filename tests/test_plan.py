@@ -198,6 +198,19 @@ def test_the_text_has_the_numbers(capsys: pytest.CaptureFixture[str]) -> None:
     assert "16 RTX 4090 on 2 nodes" in text and "it still scales at 4096" in text
 
 
+def test_a_part_of_a_node_is_told_too_where_whole_nodes_stop_scaling(capsys: pytest.CaptureFixture[str]) -> None:
+    ends = []
+    for gpus in ("4", "8"):
+        assert main([*WORDS[1:], "--gpus", gpus]) == 0
+        *_, growth, end = capsys.readouterr().out.splitlines()
+        assert growth.startswith("rows/s by GPUs, in nodes of 8 (share of the best rate of a GPU): 8: ")
+        ends.append(end)
+    assert ends[0] == ends[1] and "it stops scaling at 512 GPUs: the control store" in ends[0]
+    assert main([*WORDS[1:], "--gpus", "4", "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["gpus"] == 4 and plan["scaling"][0]["gpus"] == 8 and plan["stops_at_gpus"] == 512
+
+
 def test_the_plan_says_how_many_ranks_a_target_needs(capsys: pytest.CaptureFixture[str]) -> None:
     assert H200 is not None
     small = shape()
