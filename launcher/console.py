@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
-import sys
 import threading
 from pathlib import Path
 from typing import IO
+
+from launcher.outlet import outlet
 
 COLOURS = re.compile(rb"\x1b\[[0-9;?]*[A-Za-z]")
 
@@ -14,36 +15,27 @@ COLOURS = re.compile(rb"\x1b\[[0-9;?]*[A-Za-z]")
 class Tee:
     """Passes lines on to stdout and, without colours, to a file.
 
-    A closed terminal never stops the file, nor a full disk the terminal: whoever writes into a pipe that nobody empties
-    would stand still.
+    A closed or paused terminal never stops the file, nor a full disk the terminal: whoever writes into a pipe that
+    nobody empties would stand still.
     """
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("ab", buffering=0)
         self._lock = threading.Lock()
-        self._terminal, self._warned = True, False
+        self._terminal, self._warned = outlet(1), False
 
     def write(self, line: bytes) -> None:
         with self._lock:
             self._keep(COLOURS.sub(b"", line))
-            self._show(line)
+            self._terminal.write(line)
 
     def _keep(self, line: bytes) -> None:
         try:
             self._file.write(line)
         except OSError as error:
             if not self._warned:
-                self._show(f"[launch] console.log lacks lines from here: {error.strerror}\n".encode())
+                self._terminal.write(f"[launch] console.log lacks lines from here: {error.strerror}\n".encode())
             self._warned = True
-
-    def _show(self, line: bytes) -> None:
-        if not self._terminal:
-            return
-        try:
-            sys.stdout.buffer.write(line)
-            sys.stdout.buffer.flush()
-        except (OSError, ValueError):  # the reader of our output has gone
-            self._terminal = False
 
     def say(self, text: str) -> None:
         self.write(text.encode() + b"\n")
@@ -59,5 +51,7 @@ class Tee:
             self.write(line)
 
     def close(self) -> None:
+        """The terminal has a moment to take what it lacks."""
+        self._terminal.drain()
         with self._lock:
             self._file.close()

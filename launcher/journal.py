@@ -6,6 +6,7 @@ and every warning or error of our own, marked with the rank that it comes from. 
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 import sys
@@ -15,6 +16,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
+from launcher.outlet import Outlet
 from launcher.topology import Role
 
 log = logging.getLogger("launcher")
@@ -25,11 +27,14 @@ class ConsoleHandler(logging.Handler):
     """Announced lines as they are; warnings and errors with the rank in front; nothing of other packages.
 
     What `models` says is the same on every rank, so only the rank that speaks repeats it.
+
+    Args:
+        outlet: what the console writes to; after an error, which may be a rank's last words, it is waited for.
     """
 
-    def __init__(self, console: Console, role: Role, speaks: bool) -> None:
+    def __init__(self, console: Console, role: Role, speaks: bool, outlet: Outlet | None = None) -> None:
         super().__init__()
-        self._console, self._role = console, role
+        self._console, self._role, self._outlet = console, role, outlet
         self._packages = {"launcher", "models"} if speaks else {"launcher"}
 
     def filter(self, record: logging.LogRecord) -> bool:
@@ -39,10 +44,14 @@ class ConsoleHandler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         prefix = "" if getattr(record, "announce", False) else f"[{self._role}] "
         style = _STYLES.get(record.levelno, "")
-        try:
-            self._console.print(Text(prefix + record.getMessage(), style=style), soft_wrap=True)
-        except OSError:  # the reader of the console has gone; the run and its log file go on
-            logging.getLogger().removeHandler(self)
+        self._console.print(Text(prefix + record.getMessage(), style=style), soft_wrap=True)
+        if record.levelno >= logging.ERROR:
+            self.flush()
+
+    def flush(self) -> None:
+        """Wait a moment for the reader; `logging.shutdown` calls it at the end."""
+        if self._outlet is not None:
+            self._outlet.drain()
 
 
 class Journal:
@@ -51,13 +60,14 @@ class Journal:
     def __init__(self, role: Role, log_path: Path, speaks: bool) -> None:
         self.path, self.speaks = log_path, speaks
         log_path.parent.mkdir(parents=True, exist_ok=True)
-        terminal = os.fdopen(os.dup(1), "w", buffering=1, encoding="utf-8", errors="replace")
+        outlet = Outlet(os.dup(1))
+        terminal = io.TextIOWrapper(outlet, encoding="utf-8", errors="replace", write_through=True)
         self.console = Console(file=terminal, highlight=False)
         self._redirect(log_path)
         file_handler = logging.StreamHandler(sys.stderr)
         file_handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
         root = logging.getLogger()
-        root.handlers = [file_handler, ConsoleHandler(self.console, role, speaks)]
+        root.handlers = [file_handler, ConsoleHandler(self.console, role, speaks, outlet)]
         root.setLevel(logging.INFO)
         logging.captureWarnings(True)
 

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from launcher import outlet
 from launcher.console import Tee
+from launcher.outlet import Outlet
+from tests.full_pipes import fill
 
 
 def _speak(descriptor: int) -> None:
@@ -31,3 +35,40 @@ def test_a_full_disk_leaves_nobody_standing_at_a_full_pipe(capfdbinary: pytest.C
     shown = capfdbinary.readouterr().out.splitlines()
     assert shown[0] == b"[launch] console.log lacks lines from here: No space left on device"
     assert len(shown) == 5001 and shown[-1].startswith(b"step 4999")
+
+
+@pytest.fixture(name="full_pipe")
+def make_full_pipe() -> Iterator[tuple[int, int]]:
+    """Both ends of a pipe that takes no more."""
+    reading, writing = os.pipe()
+    fill(writing)
+    yield reading, writing
+    os.close(reading)
+    os.close(writing)
+
+
+def test_an_outlet_keeps_the_newest_lines_for_a_reader_that_was_away(
+    full_pipe: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(outlet, "KEPT_BYTES", 50)
+    out = Outlet(full_pipe[1])
+    for number in range(100):
+        out.write(b"line %d\n" % number)
+    assert not out.drain(0.1), "nobody reads"
+    said = b""
+    while not said.endswith(b"line 99\n"):
+        said += os.read(full_pipe[0], 4096)
+    lines = said.lstrip(b"x").decode().splitlines()
+    assert out.drain(10.0)
+    assert lines[-6:] == [f"line {number}" for number in range(94, 100)]
+    assert any("lines left out: nobody read them in time" in line for line in lines)
+
+
+def test_an_outlet_outlives_its_reader() -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    out = Outlet(writing)
+    for _ in range(3):
+        assert out.write(b"words\n") == 6
+        assert out.drain(10.0)
+    os.close(writing)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import logging
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ from rich.console import Console
 
 from launcher.journal import ConsoleHandler, Progress, clock
 from launcher.topology import Role
+from tests.full_pipes import fill
 
 ROLE = Role(6, "drafter", 1, 0, 6)
 METRICS = {
@@ -39,11 +41,6 @@ warnings.warn("deprecated words")
 print("printed words", flush=True)
 subprocess.run(["echo", "native words"])
 """
-
-
-class ClosedConsole(Console):
-    def print(self, *_: object, **__: object) -> None:
-        raise BrokenPipeError
 
 
 @pytest.fixture
@@ -79,10 +76,33 @@ def test_the_console_gets_announced_lines_and_our_warnings(handlers: list[loggin
     assert text.getvalue().splitlines() == lines
 
 
-def test_a_closed_console_does_not_fail_the_rank(handlers: list[logging.Handler]) -> None:
-    handler = listen(handlers, ClosedConsole(), True)
-    logging.getLogger("launcher").warning("nobody reads this")
-    assert handler not in logging.getLogger().handlers
+def start_rank(log_path: Path, stdout: int) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-c", A_RANK, str(log_path), "speaks"]
+    return subprocess.Popen(command, stdout=stdout, cwd=Path(__file__).resolve().parent.parent)
+
+
+def test_a_closed_console_neither_fails_the_rank_nor_takes_its_log(tmp_path: Path) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    rank = start_rank(tmp_path / "log", writing)
+    os.close(writing)
+    assert rank.wait(timeout=60) == 0
+    log = (tmp_path / "log").read_text()
+    for words in ("compile 1/3", "slow disk", "printed words", "native words"):
+        assert words in log
+
+
+def test_a_console_that_nobody_empties_does_not_hold_the_rank(tmp_path: Path) -> None:
+    reading, writing = os.pipe()
+    fill(writing)
+    rank = start_rank(tmp_path / "log", writing)
+    try:
+        assert rank.wait(timeout=60) == 0
+    finally:
+        rank.kill()
+        os.close(reading)
+        os.close(writing)
+    assert "native words" in (tmp_path / "log").read_text()
 
 
 @pytest.mark.parametrize("who", ["speaks", "quiet"])

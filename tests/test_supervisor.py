@@ -147,6 +147,15 @@ def test_a_closed_pipe_does_not_stop_the_run(run: Callable[..., Run]) -> None:
     assert "late" in (started.dir / "attempts/1/console.log").read_text()
 
 
+def test_a_console_that_nobody_empties_stops_neither_the_ranks_nor_the_end(run: Callable[..., Run]) -> None:
+    lines = "for step in range(30000): print('step', step, 'of a run whose user pressed Ctrl-S', flush=True)\n"
+    started = run(f"{lines}end('failed', 75, reason='rank 1 lost')\nsys.exit(1)")
+    assert started.process.wait(timeout=60) == 75
+    console = (started.dir / "attempts/1/console.log").read_text()
+    assert "step 29999" in console and "rank 1 lost" in console
+    assert started.status["code"] == 75
+
+
 def test_a_run_folder_has_one_run(run: Callable[..., Run]) -> None:
     first = run(STOPPABLE)
     first.wait_for("up")
