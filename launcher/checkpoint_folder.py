@@ -18,7 +18,7 @@ from launcher.whole_files import aside_of
 POINTER = "latest"
 EXTRA = "extra.json"
 FOLDER_MODE = 0o700
-_NAME = re.compile(r"step-(\d+)")
+_NAME = re.compile(r"step-(\d{1,18})")
 _SET_ASIDE = re.compile(r"(step-\d+)\.old-\d+")
 # Names of half-made and set-aside folders; never resumed from.
 TEMPORARY, REPLACED = ".tmp", ".replaced"
@@ -52,11 +52,8 @@ def published(run_dir: Path) -> list[Path]:
 
 def newest_published(run_dir: Path) -> Path | None:
     """The checkpoint that `latest` points to, else the newest with a manifest; cheap, reads no checkpoint."""
-    root = checkpoints_of(run_dir)
-    try:
-        pointed = [root / (root / POINTER).read_text().strip()]
-    except FileNotFoundError:
-        pointed = []
+    name = _pointed(run_dir)
+    pointed = [checkpoints_of(run_dir) / name] if name else []
     complete = [path for path in [*pointed, *published(run_dir)] if (path / MANIFEST).is_file()]
     return complete[0] if complete else None
 
@@ -89,7 +86,8 @@ def find_checkpoint(run_dir: Path, resume: str) -> Found:
     """Choose the checkpoint to resume from; called by one rank, before any is written.
 
     `auto` takes the newest that verifies, `none` sets the old ones aside, anything else is the path of a checkpoint,
-    which must verify, and sets aside what this run has beyond it. Leftovers of an interrupted save are removed.
+    which must verify, and sets aside what this run has beyond it. Leftovers of an interrupted save are removed, and
+    `latest` then points to what the run goes on from: until the next save that is its last good checkpoint.
 
     Raises:
         UserError: checkpoints exist and none can be used.
@@ -102,7 +100,7 @@ def find_checkpoint(run_dir: Path, resume: str) -> Found:
     for folder in published(run_dir):
         problems = problems_of(folder)
         if not problems:
-            return Found(folder, notices + _pointer_notices(run_dir, folder))
+            return Found(folder, notices + _mend_pointer(run_dir, folder))
         notices.append(f"skipped checkpoint {folder}: {'; '.join(problems)}")
     if published(run_dir):
         skipped = "\n".join(notices)
@@ -172,6 +170,7 @@ def _explicit(run_dir: Path, folder: Path, notices: list[str]) -> Found:
     if not _is_at_home(run_dir, folder):
         return Found(folder, notices + _set_aside(run_dir))
     newer = [path for path in published(run_dir) if step_of(path) > step_of(folder)]
+    notices += _mend_pointer(run_dir, folder)
     return Found(folder, notices + [_rename_aside(path) for path in newer])
 
 
@@ -179,14 +178,28 @@ def _is_at_home(run_dir: Path, folder: Path) -> bool:
     return checkpoints_of(run_dir).resolve() in folder.resolve().parents
 
 
-def _pointer_notices(run_dir: Path, chosen: Path) -> list[str]:
-    pointer = checkpoints_of(run_dir) / POINTER
-    name = pointer.read_text().strip() if pointer.is_file() else chosen.name
-    if name == chosen.name:
+def _pointed(run_dir: Path) -> str | None:
+    """The name in `latest`; None where there is no such file, or one that names no checkpoint."""
+    try:
+        name = (checkpoints_of(run_dir) / POINTER).read_text(errors="replace").strip()
+    except OSError:
+        return None
+    return name if _NAME.fullmatch(name) else None
+
+
+def _mend_pointer(run_dir: Path, chosen: Path) -> list[str]:
+    """Point `latest` to the checkpoint that was chosen; a disk that takes it not costs a notice."""
+    pointer, name = checkpoints_of(run_dir) / POINTER, _pointed(run_dir)
+    if name == chosen.name or chosen.resolve().parent != pointer.parent.resolve():
         return []
-    if not (pointer.parent / name).is_dir():
-        return [f"{pointer} points to {name}, which does not exist; using {chosen.name}"]
-    return [f"{pointer} points to {name}; using {chosen.name}, the newest that verifies"]
+    former = f"pointed to {name}" if name else "named no checkpoint"
+    if name and not (pointer.parent / name).is_dir():
+        former += ", which does not exist"
+    try:
+        point_to(pointer.parent / chosen.name)
+    except OSError as error:
+        return [f"{pointer} {former}; it could not be moved to {chosen.name}: {error.strerror}"]
+    return [f"{pointer} {former}; it points to {chosen.name} now, where the run goes on"]
 
 
 def _remove_leftovers(run_dir: Path) -> list[str]:

@@ -50,10 +50,12 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     """
     try:
         body = json.loads((folder / FILE_NAME).read_text())
+        if not isinstance(body, dict):
+            raise ValueError("it is no table of files")
         digest = body.pop("sha256")
     except FileNotFoundError:
         raise ValueError("the manifest is missing") from None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError, AttributeError, KeyError) as error:
+    except (OSError, ValueError, KeyError, RecursionError) as error:
         raise ValueError(f"the manifest is unreadable: {error}") from None
     if digest != _digest_of(body):
         raise ValueError("the manifest was changed")

@@ -35,12 +35,15 @@ def _shard(folder: Path) -> Path:
     return max(folder.glob("*.distcp"), key=lambda path: path.stat().st_size)
 
 
+NOISE = bytes(range(256))
 SPOIL: dict[str, Callable[[Path], Any]] = {
     "flipped byte": lambda folder: _flip(_shard(folder)),
     "truncated": lambda folder: _shard(folder).open("r+b").truncate(100),
     "missing shard": lambda folder: _shard(folder).unlink(),
     "missing manifest": lambda folder: (folder / "manifest.json").unlink(),
     "changed manifest": lambda folder: _flip(folder / "manifest.json"),
+    "manifest that is no table": lambda folder: (folder / "manifest.json").write_text("[]"),
+    "manifest of noise": lambda folder: (folder / "manifest.json").write_bytes(NOISE),
     "spoiled extra": lambda folder: _flip(folder / "extra.json"),
     "spoiled metadata": lambda folder: _flip(folder / ".metadata"),
     "strange file": lambda folder: (folder / "__9_0.distcp").touch(),
@@ -65,7 +68,7 @@ def test_a_spoiled_checkpoint_is_skipped_with_a_reason(saved_run: Path, tmp_path
     newest, older = published(run_dir)
     SPOIL[how](newest)
     found = find_checkpoint(run_dir, "auto")
-    assert found.path == older
+    assert found.path == older == newest_published(run_dir), "status.json and the box name the one that is good"
     assert any("skipped" in notice and "step-4" in notice for notice in found.notices)
     with pytest.raises(UserError, match="cannot be used"):
         find_checkpoint(run_dir, str(newest))
@@ -84,6 +87,25 @@ def test_a_dangling_pointer_is_noticed_and_does_no_harm(saved_run: Path, tmp_pat
     assert any("step-99, which does not exist" in notice for notice in found.notices)
 
 
+@pytest.mark.parametrize("content", [NOISE, b"", b"../../elsewhere", b"step-" + b"9" * 300])
+def test_a_damaged_pointer_is_mended(saved_run: Path, tmp_path: Path, content: bytes) -> None:
+    run_dir = _copy(saved_run, tmp_path / "run")
+    pointer, newest = checkpoints_of(run_dir) / "latest", checkpoints_of(run_dir) / "step-4"
+    pointer.write_bytes(content)
+    assert newest_published(run_dir) == newest
+    assert find_checkpoint(run_dir, "auto").path == newest and pointer.read_text() == "step-4\n"
+    assert find_checkpoint(run_dir, "auto").notices == []
+
+
+def test_a_pointer_that_cannot_be_moved_costs_a_notice(saved_run: Path, tmp_path: Path) -> None:
+    run_dir = _copy(saved_run, tmp_path / "run")
+    pointer = checkpoints_of(run_dir) / "latest"
+    pointer.unlink()
+    pointer.mkdir()
+    found = find_checkpoint(run_dir, "auto")
+    assert found.path is not None and "could not be moved to step-4: Is a directory" in found.notices[-1]
+
+
 def test_resume_none_sets_old_checkpoints_aside(saved_run: Path, tmp_path: Path) -> None:
     run_dir = _copy(saved_run, tmp_path / "run")
     found = find_checkpoint(run_dir, "none")
@@ -97,6 +119,7 @@ def test_going_back_sets_the_abandoned_future_aside(saved_run: Path, tmp_path: P
     found = find_checkpoint(run_dir, str(checkpoints_of(run_dir) / "step-2"))
     assert found.path is not None and found.path.name == "step-2"
     assert [path.name for path in published(run_dir)] == ["step-2"]
+    assert (checkpoints_of(run_dir) / "latest").read_text() == "step-2\n"
 
 
 def test_going_on_from_another_folder_sets_this_ones_aside(saved_run: Path, tmp_path: Path) -> None:
