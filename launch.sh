@@ -28,8 +28,8 @@ run() { # run COMMAND...: what may take long, in a process group of its own that
     set +m
     wait "$job"
 }
-stop() { # stop CODE: Ctrl-C or SIGTERM during set-up; afterwards main.py has taken this process over
-    trap '' INT TERM
+stop() { # stop CODE: Ctrl-C, SIGTERM, SIGHUP or SIGUSR1 during set-up; afterwards main.py has taken this process over
+    trap '' INT TERM HUP USR1
     if [ -n "$job" ] && kill -TERM -- "-$job" 2>/dev/null; then
         for _ in 1 2 3 4 5 6 7 8 9 10; do
             kill -0 -- "-$job" 2>/dev/null || break
@@ -40,7 +40,7 @@ stop() { # stop CODE: Ctrl-C or SIGTERM during set-up; afterwards main.py has ta
     fail "$1" "stopped during set-up; the next start goes on with it"
 }
 trap 'stop 130' INT
-trap 'stop 143' TERM
+trap 'stop 143' TERM HUP USR1
 
 has() { # has PYTHON SET...: does this Python satisfy these sets of pyproject.toml?
     [ -n "$1" ] && "$1" "$here/launcher/requirements.py" missing "${@:2}" >/dev/null 2>&1

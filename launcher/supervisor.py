@@ -11,7 +11,7 @@ import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from launcher.checkpoint_folder import newest_published
@@ -24,34 +24,26 @@ from launcher.errors import ExitCode
 from launcher.fallback_status import fallback_status, own_lines
 from launcher.fingerprint import collect
 from launcher.gpus import gpu_uuids
-from launcher.outcome import SUPERVISED, end_to_keep, record, reported_end
+from launcher.outcome import SUPERVISED, end_to_keep, record, reported_end, stopped_status
 from launcher.preflight import check_checkpoint, wait_for_gpus
+from launcher.restarts import Ended, may_restart
 from launcher.roll_call import roll_call
 from launcher.run_folder import ATTEMPT_VARIABLE, keep_config, lock_run, open_attempt
 from launcher.runtime import RankEnv, choose_device
+from launcher.signal_inbox import Wishes
 from launcher.split_choice import flags_of_another_start
 from launcher.started_as import STARTED_AS, as_launched
 from launcher.status import FILE_NAME, Status, final_box
 from launcher.topology import resolve_split
-from launcher.torchrun import Torchrun
+from launcher.torchrun import Torchrun, collected_stops
 
 # Of an attempt's folder, while it runs.
 ERRORS = "torchrun"
 MAIN, AGENT = (Path(__file__).resolve().parent / name for name in ("main.py", "agent.py"))
 RESTARTS_VARIABLE = "LAUNCHER_RESTARTS"
 CPU_RANKS = 8
-# Attempts in a row that reach no new step before restarting is given up.
-FUTILE_ATTEMPTS = 3
 # What torchrun takes to end its workers and itself, beyond the time that the ranks have.
 TORCHRUN_SECONDS = 30.0
-
-
-@dataclass(frozen=True)
-class Ended:
-    """How an attempt ended, and whether its user wants no other one."""
-
-    status: Status
-    stop_asked: bool = False
 
 
 def supervise(command: Command, worker: Path = MAIN) -> int:
@@ -79,10 +71,16 @@ def supervise(command: Command, worker: Path = MAIN) -> int:
             check_environment(run_dir, fingerprint, command.strict_environment, command.config_file)
             wait_for_gpus(own_gpus(config, gpus, ranks), config.runtime.gpu_wait, say)
             ready(ranks, config.runtime.device != "cpu" and bool(gpus), fingerprint)
-        ended = run_attempts(command, ranks, worker)
-        while wants_another_start(ended.status, run_dir / "logs"):
-            flags = flags_of_another_start(run_dir / "logs")
-            ended = run_attempts(parse([*command.args, *flags]), ranks, worker)
+        logs = run_dir / "logs"
+        former_attempt = logs.resolve()
+        try:
+            ended = run_attempts(command, ranks, worker)
+            while wants_another_start(ended.status, logs):
+                ended = run_attempts(parse([*command.args, *flags_of_another_start(logs)]), ranks, worker)
+        except SystemExit as stop:  # a stop signal (main.py) while no attempt was there to take it
+            if logs.resolve() != former_attempt and end_to_keep(run_dir, config.dry_run) is None:
+                record_stop(ExitCode(stop.code), run_dir)
+            raise
     return ExitCode.UNCLASSIFIED if ended.status.code is None else ended.status.code
 
 
@@ -97,6 +95,14 @@ def run_attempts(command: Command, ranks: int, worker: Path) -> Ended:
         ended.append(run_attempt(command, ranks, worker, restarts=len(ended)))
         command = going_on(command, before)
     return ended[-1]
+
+
+def record_stop(code: ExitCode, run_dir: Path) -> None:
+    """What a stop between two attempts leaves: the run would have gone on, and was asked not to."""
+    last = reported_end(run_dir)
+    status = stopped_status(code, "restart", (last and last.step) or 0, run_dir)
+    record(status, run_dir)
+    say(final_box(status).rstrip())
 
 
 def newest_checkpoint(config: Config) -> tuple[Path, int] | None:
@@ -127,7 +133,18 @@ def own_gpus(config: Config, gpus: list[str], ranks: int) -> list[str]:
 
 
 def run_attempt(command: Command, ranks: int, worker: Path, restarts: int) -> Ended:
-    """One attempt, from its new folder to the status it ended with."""
+    """One attempt, from its new folder to the status it ended with; takes all the stop signals of that time."""
+    with collected_stops() as asked:
+        ended = play_attempt(command, ranks, worker, restarts, asked)
+        return replace(ended, stop_asked=bool(asked))
+
+
+def play_attempt(command: Command, ranks: int, worker: Path, restarts: int, asked: Wishes) -> Ended:
+    """As `run_attempt`.
+
+    Args:
+        asked: stop signals so far; more may come.
+    """
     config, run_dir = command.config, command.config.runtime.run_dir
     attempt, former = open_attempt(run_dir, config), end_to_keep(run_dir, config.dry_run)
     keep_config(run_dir, config, command.config_file)
@@ -136,7 +153,7 @@ def run_attempt(command: Command, ranks: int, worker: Path, restarts: int) -> En
     tee.say(f"[launch] attempt {attempt.name}: {ranks} ranks" + f", restart {restarts}" * bool(restarts))
     environment = rank_environment(os.environ, attempt, restarts, config.runtime.grace, sys.stdout.isatty())
     words = torchrun_command(command, ranks, worker, attempt / ERRORS)
-    ended = run_torchrun(words, environment, config, attempt, tee)
+    ended = run_torchrun(Torchrun(words, environment, attempt / "torchrun.log", asked), config, attempt, tee)
     if ended.status.state in {"failed", "stopped"}:
         tee.say(final_box(ended.status, sys.stdout if sys.stdout.isatty() else None).rstrip())
     tee.close()
@@ -148,10 +165,10 @@ def run_attempt(command: Command, ranks: int, worker: Path, restarts: int) -> En
     return ended
 
 
-def run_torchrun(words: list[str], environment: Mapping[str, str], config: Config, attempt: Path, tee: Tee) -> Ended:
+def run_torchrun(torchrun: Torchrun, config: Config, attempt: Path, tee: Tee) -> Ended:
     """torchrun from its start to its end, or to that of our patience."""
     run_dir, log = config.runtime.run_dir, attempt / "torchrun.log"
-    with Torchrun(words, environment, log) as torchrun:
+    with torchrun:
         assert torchrun.process.stdout is not None, "it was asked for as a pipe"
         copying = tee.follow(torchrun.process.stdout)
         patience = config.runtime.grace + TORCHRUN_SECONDS
@@ -160,12 +177,12 @@ def run_torchrun(words: list[str], environment: Mapping[str, str], config: Confi
     copying.join(timeout=2.0)
     if code is not None:  # else the ranks were killed, and what they saw of that in each other is not the cause
         status = status or reported_end(run_dir)
-    asked = bool(torchrun.asked)
+    asked = list(torchrun.asked)
     if status is None or (asked and wants_another_start(status, attempt)):
-        status = record_fallback(fallback_status(code, torchrun.asked, log, run_dir), run_dir)
+        status = record_fallback(fallback_status(code, asked, log, run_dir), run_dir)
         if status.state == "failed":
             tee.say("\n".join(own_lines(log)))
-    return Ended(status, asked)
+    return Ended(status, bool(asked))
 
 
 def record_fallback(status: Status, run_dir: Path) -> Status:
@@ -231,12 +248,3 @@ def rank_environment(
     if terminal:  # the ranks write to a pipe and could not know
         told |= {"FORCE_COLOR": "1", "COLUMNS": str(shutil.get_terminal_size().columns)}
     return {**environ, **told}
-
-
-def may_restart(ended: Sequence[Ended], max_restarts: int) -> bool:
-    """Whether to start again: a retry may help, nobody wants it to stop, restarts are left, and steps were gained."""
-    if ended[-1].status.code != ExitCode.RETRY or ended[-1].stop_asked or len(ended) > max_restarts:
-        return False
-    steps = [attempt.status.step or 0 for attempt in ended]
-    futile = steps[-FUTILE_ATTEMPTS:]
-    return len(steps) < FUTILE_ATTEMPTS or max(futile) > max(steps[:-FUTILE_ATTEMPTS], default=min(futile))

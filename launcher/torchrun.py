@@ -13,7 +13,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import FrameType
 
@@ -29,18 +29,36 @@ LOOK_SECONDS = 1.0
 LEAVE_SECONDS = 5.0
 
 
-class Torchrun:
-    """A running torchrun. Use as a context manager: on exit no process of it is left."""
+@contextlib.contextmanager
+def collected_stops() -> Iterator[Wishes]:
+    """Stop signals only make the list longer meanwhile; SIGHUP stays ignored where nohup said so."""
+    asked = Wishes()
+    numbers = [n for n in STOP_SIGNALS if n is not signal.SIGHUP or signal.getsignal(n) is not signal.SIG_IGN]
 
-    def __init__(self, command: list[str], environment: Mapping[str, str], log: Path) -> None:
-        self.asked = Wishes()
-        """What this process was asked for by stop signals, in order; one wish may come as several signals."""
+    def note(number: int, frame: FrameType | None) -> None:
+        asked.add(number)
+
+    previous = {number: signal.signal(number, note) for number in numbers}
+    try:
+        yield asked
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+class Torchrun:
+    """A running torchrun. Use as a context manager: on exit no process of it is left.
+
+    Args:
+        asked: what this process was asked for by stop signals, in order; one wish may come as several signals.
+    """
+
+    def __init__(self, command: list[str], environment: Mapping[str, str], log: Path, asked: Wishes) -> None:
         self._command, self._environment, self._log = command, environment, log
-        self._previous: dict[signal.Signals, object] = {}
+        self.asked = asked
 
     def __enter__(self) -> Torchrun:
         _prctl(PR_SET_CHILD_SUBREAPER, 1)
-        self._previous = {number: signal.signal(number, self._on_signal) for number in STOP_SIGNALS}
         parent = os.getpid()
         with self._log.open("ab") as log:
             self.process = subprocess.Popen(
@@ -55,12 +73,8 @@ class Torchrun:
         return self
 
     def __exit__(self, *error: object) -> None:
-        try:
-            kill_descendants(LEAVE_SECONDS if self.process.poll() is not None else 0.0)
-            self.process.wait()
-        finally:
-            for number, handler in self._previous.items():
-                signal.signal(number, handler)  # pyrefly: ignore[bad-argument-type]
+        kill_descendants(LEAVE_SECONDS if self.process.poll() is not None else 0.0)
+        self.process.wait()
 
     def wait(self, ended: Callable[[], bool], patience: float) -> int | None:
         """torchrun's exit code; None if it had to be given up.
@@ -90,9 +104,6 @@ class Torchrun:
         # torchrun knows these two; both mean "stop in good order" to the ranks.
         with contextlib.suppress(ProcessLookupError):
             self.process.send_signal(number if number is signal.SIGINT else signal.SIGTERM)
-
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        self.asked.add(number)
 
 
 def kill_descendants(patience: float) -> None:

@@ -15,9 +15,9 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 DRIVER = """
-import json, os, sys
+import json, os, sys, time
 from pathlib import Path
-from launcher import supervisor
+from launcher import main, supervisor  # main has the handlers of stop signals that no attempt takes
 from launcher.cli import Command
 from launcher.config import merge, validate
 from launcher.errors import LauncherError
@@ -26,6 +26,11 @@ run_dir, worker, under, restarts = sys.argv[1:5]
 if under == "plain":  # the script itself stands in for torchrun, which takes seconds to start
     supervisor.torchrun_command = lambda command, ranks, worker, errors: [sys.executable, "-u", str(worker)]
 supervisor.TORCHRUN_SECONDS = 4.0
+def wait_for_gpus(*_):  # between two attempts for as long as the test says
+    if (Path(run_dir) / "logs").exists() and (gap := float(os.environ["GAP"])):
+        (Path(run_dir) / "gap").touch()
+        time.sleep(gap)
+supervisor.wait_for_gpus = wait_for_gpus
 runtime = {"run_dir": run_dir, "device": "cpu", "grace": 1}
 options = {"runtime": runtime, "target": {"model": "random:tiny"}}
 config = validate(merge(options, json.loads(os.environ.get("OPTIONS", "{}"))))
@@ -52,7 +57,9 @@ def child(text):
 class Run:
     """A supervised run in its own process, with a mark by which all its processes are found."""
 
-    def __init__(self, folder: Path, body: str, under: str = "plain", restarts: int = 0, **options: object) -> None:
+    def __init__(
+        self, folder: Path, body: str, under: str = "plain", restarts: int = 0, gap: float = 0.0, **options: object
+    ) -> None:
         self.dir, self.worker = folder / "run", folder / "worker.py"
         self.mark = f"{os.getpid()}-{time.monotonic_ns()}"
         self.worker.write_text(HEAD + body)
@@ -63,7 +70,8 @@ class Run:
             text=True,
             cwd=ROOT,
             env=os.environ
-            | {"ROOT": str(ROOT), "RUN_DIR": str(self.dir), "MARK": self.mark, "OPTIONS": json.dumps(options)},
+            | {"ROOT": str(ROOT), "RUN_DIR": str(self.dir), "MARK": self.mark, "OPTIONS": json.dumps(options)}
+            | {"GAP": str(gap)},
         )
 
     def wait_for(self, name: str, timeout: float = 20.0) -> None:

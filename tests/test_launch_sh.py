@@ -15,6 +15,7 @@ import pytest
 
 from tests.rank_processes import wait_for
 
+STOPS = [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGUSR1, 143), (signal.SIGHUP, 143)]
 ROOT = Path(__file__).resolve().parent.parent
 # A Python that answers launch.sh. `$0.has` holds the sets it satisfies; every call goes into $CALLS.
 FAKE = """#!/bin/bash
@@ -170,7 +171,7 @@ def test_failures_name_the_cause(clone: Clone) -> None:
     assert "no Python >= 3.11" in old.stderr
 
 
-@pytest.mark.parametrize(("sent", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(("sent", "code"), STOPS)
 def test_a_stop_during_set_up_ends_it_with_all_it_started(clone: Clone, sent: signal.Signals, code: int) -> None:
     up = clone.folder / "up"
     launched = clone.start(SLOW=str(up))
@@ -197,7 +198,7 @@ def test_a_set_up_that_another_start_holds_is_waited_for_and_then_given_up(clone
     assert clone.launch().returncode == 7, "free again"
 
 
-@pytest.mark.parametrize(("sent", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(("sent", "code"), STOPS)
 def test_a_stop_before_anything_has_started_is_silent(tmp_path: Path, sent: signal.Signals, code: int) -> None:
     """launch.sh has handed over to main.py, which is still importing: held there by a pipe for its config."""
     os.mkfifo(tmp_path / "config.toml")

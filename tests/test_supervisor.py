@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -164,6 +165,7 @@ def test_a_run_folder_has_one_run(run: Callable[..., Run]) -> None:
         capture_output=True,
         text=True,
         cwd=ROOT,
+        env=os.environ | {"GAP": "0"},
         timeout=30,
     )
     assert second.returncode == 78

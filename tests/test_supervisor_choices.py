@@ -12,12 +12,11 @@ from launcher.cli import Command, parse
 from launcher.config import Config, validate
 from launcher.errors import UserError
 from launcher.fallback_status import first_failure, own_lines
+from launcher.restarts import Ended, may_restart
 from launcher.status import Status
 from launcher.supervisor import (
-    Ended,
     choose_ranks,
     going_on,
-    may_restart,
     newest_checkpoint,
     rank_environment,
     torchrun_command,

@@ -45,6 +45,15 @@ def test_no_restart_for_a_run_that_fails_while_it_is_asked_to_stop(run: Callable
     assert [path.name for path in (started.dir / "attempts").iterdir()] == ["1"]
 
 
+def test_a_stop_between_two_attempts_is_what_the_run_ended_with(run: Callable[..., Run]) -> None:
+    started = run("end('failed', 75, step=4)\nsys.exit(1)", restarts=5, gap=60)
+    started.wait_for("gap")
+    started.process.send_signal(signal.SIGUSR1)
+    code, _, err = started.end()
+    assert code == 143 and "run stopped (exit code 143)" in err
+    assert (started.status["state"], started.status["code"], started.status["step"]) == ("stopped", 143, 4)
+
+
 @pytest.mark.parametrize("state", ["stopped", "finished"])
 def test_no_other_split_is_tried_for_a_run_that_was_asked_to_stop(run: Callable[..., Run], state: str) -> None:
     ask = "Path(os.environ['LAUNCHER_ATTEMPT_DIR'], 'again.json').write_text('{\"targets\": 1, \"drafters\": 2}')\n"
