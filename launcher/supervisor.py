@@ -14,7 +14,6 @@ from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
-from launcher.checkpoint_folder import newest_published
 from launcher.cli import Command, parse
 from launcher.compile_cache import private_folder
 from launcher.config import Config
@@ -26,7 +25,7 @@ from launcher.fingerprint import collect
 from launcher.gpus import gpu_uuids
 from launcher.outcome import SUPERVISED, end_to_keep, record, reported_end, stopped_status
 from launcher.preflight import check_checkpoint, wait_for_gpus
-from launcher.restarts import Ended, may_restart
+from launcher.restarts import Ended, going_on, may_restart, newest_checkpoint, why_given_up
 from launcher.roll_call import roll_call
 from launcher.run_folder import ATTEMPT_VARIABLE, keep_config, lock_run, open_attempt
 from launcher.runtime import RankEnv, choose_device
@@ -92,7 +91,7 @@ def run_attempts(command: Command, ranks: int, worker: Path) -> Ended:
     before = newest_checkpoint(command.config)
     while not ended or may_restart(ended, command.max_restarts):
         wait_for_gpus(gpus, runtime.gpu_wait, say)  # ranks of the last attempt may still be on their way out
-        ended.append(run_attempt(command, ranks, worker, restarts=len(ended)))
+        ended.append(run_attempt(command, ranks, worker, ended))
         command = going_on(command, before)
     return ended[-1]
 
@@ -105,23 +104,6 @@ def record_stop(code: ExitCode, run_dir: Path) -> None:
     say(final_box(status).rstrip())
 
 
-def newest_checkpoint(config: Config) -> tuple[Path, int] | None:
-    """The run's newest checkpoint and its inode: steps of another beginning may have the same names."""
-    newest = newest_published(config.runtime.run_dir)
-    return None if newest is None else (newest, newest.stat().st_ino)
-
-
-def going_on(command: Command, before: tuple[Path, int] | None) -> Command:
-    """The command of the next attempt: wherever the run was told to begin, it does so once.
-
-    Args:
-        before: the newest checkpoint that was there before the first attempt.
-    """
-    if command.config.runtime.resume == "auto" or newest_checkpoint(command.config) in {None, before}:
-        return command
-    return parse([*command.args, "--resume=auto"])
-
-
 def wants_another_start(status: Status, attempt: Path) -> bool:
     """Whether an attempt ended only because its ranks know a better split."""
     return status.state == "finished" and bool(flags_of_another_start(attempt))
@@ -132,21 +114,25 @@ def own_gpus(config: Config, gpus: list[str], ranks: int) -> list[str]:
     return [] if config.runtime.device == "cpu" or config.runtime.share_gpus else gpus[:ranks]
 
 
-def run_attempt(command: Command, ranks: int, worker: Path, restarts: int) -> Ended:
-    """One attempt, from its new folder to the status it ended with; takes all the stop signals of that time."""
+def run_attempt(command: Command, ranks: int, worker: Path, former: Sequence[Ended]) -> Ended:
+    """One attempt, from its new folder to the status it ended with; takes all the stop signals of that time.
+
+    Args:
+        former: how those before it ended.
+    """
     with collected_stops() as asked:
-        ended = play_attempt(command, ranks, worker, restarts, asked)
+        ended = play_attempt(command, ranks, worker, former, asked)
         return replace(ended, stop_asked=bool(asked))
 
 
-def play_attempt(command: Command, ranks: int, worker: Path, restarts: int, asked: Wishes) -> Ended:
+def play_attempt(command: Command, ranks: int, worker: Path, former: Sequence[Ended], asked: Wishes) -> Ended:
     """As `run_attempt`.
 
     Args:
         asked: stop signals so far; more may come.
     """
     config, run_dir = command.config, command.config.runtime.run_dir
-    attempt, former = open_attempt(run_dir, config), end_to_keep(run_dir, config.dry_run)
+    attempt, kept, restarts = open_attempt(run_dir, config), end_to_keep(run_dir, config.dry_run), len(former)
     keep_config(run_dir, config, command.config_file)
     (run_dir / FILE_NAME).unlink(missing_ok=True)
     tee = Tee(attempt / "console.log")
@@ -154,12 +140,14 @@ def play_attempt(command: Command, ranks: int, worker: Path, restarts: int, aske
     environment = rank_environment(os.environ, attempt, restarts, config.runtime.grace, sys.stdout.isatty())
     words = torchrun_command(command, ranks, worker, attempt / ERRORS)
     ended = run_torchrun(Torchrun(words, environment, attempt / "torchrun.log", asked), config, attempt, tee)
+    if why := why_given_up([*former, ended], command.max_restarts):
+        tee.say(f"[launch] not started again: {why}")
     if ended.status.state in {"failed", "stopped"}:
         tee.say(final_box(ended.status, sys.stdout if sys.stdout.isatty() else None).rstrip())
     tee.close()
     record(ended.status, attempt)
-    if former is not None:
-        record(former, run_dir)
+    if kept is not None:
+        record(kept, run_dir)
     for done_with in (attempt / ERRORS, private_folder(str(attempt))):
         shutil.rmtree(done_with, ignore_errors=True)
     return ended

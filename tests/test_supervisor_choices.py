@@ -12,12 +12,10 @@ from launcher.cli import Command, parse
 from launcher.config import Config, validate
 from launcher.errors import UserError
 from launcher.fallback_status import first_failure, own_lines
-from launcher.restarts import Ended, may_restart
+from launcher.restarts import Ended, going_on, may_restart, newest_checkpoint
 from launcher.status import Status
 from launcher.supervisor import (
     choose_ranks,
-    going_on,
-    newest_checkpoint,
     rank_environment,
     torchrun_command,
 )

@@ -27,6 +27,25 @@ def test_restarts_go_on_with_a_new_attempt(run: Callable[..., Run]) -> None:
     assert json.loads((started.dir / "attempts/1/status.json").read_text())["code"] == 75
 
 
+@pytest.mark.parametrize(
+    ("restarts", "attempts", "words"),
+    [
+        (9, 3, "3 attempts in a row came no further than step 4"),
+        (1, 2, "this was the last of --max-restarts 1"),
+        (0, 1, ""),
+    ],
+)
+def test_restarting_is_given_up_with_a_word(run: Callable[..., Run], restarts: int, attempts: int, words: str) -> None:
+    offer = "next_command=os.environ['LAUNCHER_STARTED_AS']"
+    started = run(f"end('failed', 75, step=4, {offer})\nsys.exit(1)", restarts=restarts)
+    code, out, _ = started.end()
+    assert code == 75 and len(list((started.dir / "attempts").iterdir())) == attempts
+    assert out.count("not started again") == bool(words) and words in out
+    assert out.rstrip().splitlines()[-1].startswith("to try again: ./launch.sh"), "the box stays last"
+    if words:
+        assert words in (started.dir / f"attempts/{attempts}/console.log").read_text()
+
+
 FAILS_WHEN_ASKED = """
 def stop(number, frame):
     end('failed', 75, step=4, reason='lost while stopping')
