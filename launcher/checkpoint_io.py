@@ -6,9 +6,12 @@ DCP pickles whatever is not a tensor, and unpickles it without restraint. Here o
 
 from __future__ import annotations
 
+import io
+import os
 import pickle
 import warnings
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -16,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 
 from launcher import faults
@@ -116,11 +120,52 @@ class ShardWriter(FileSystemWriter):
     def __init__(self, folder: Path, step: int) -> None:
         super().__init__(folder, single_file_per_rank=True, sync_files=False, thread_count=WRITERS)
         self._step = step
+        self._disk = _WatchedDisk()
+        self.fs: FileSystem = self._disk
 
     def write_data(self, plan: Any, planner: Any) -> Any:
-        written = super().write_data(plan, planner)
+        """Write this rank's shard.
+
+        Raises:
+            OSError: the disk does not take it, in whichever thread that was seen.
+        """
+        try:
+            written = super().write_data(plan, planner)
+        finally:
+            self._disk.complain()
         faults.trip("save-shard", self._step)
         return written
+
+
+class _WatchedDisk(FileSystem):
+    """DCP's files, with the errors of all its writers: it drops those of every thread but one, and goes on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._errors: list[Exception] = []
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Generator[io.IOBase, None, None]:
+        try:
+            with super().create_stream(path, mode) as stream:
+                yield stream
+        except Exception as error:  # raised for all threads by `complain`
+            self._errors.append(error)
+            raise
+
+    def complain(self) -> None:
+        """Raise what the disk said, rather than torch's serializer, which only missed bytes after that."""
+        if not self._errors:
+            return
+        seen = [error for first in self._errors for error in _chain(first)]
+        raise next((error for error in seen if isinstance(error, OSError)), self._errors[0]) from None
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    """An error and those that it came up under."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
 
 
 class RecordReader(FileSystemReader):
