@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import IO
 
 from launcher.outlet import outlet
+from launcher.status import Status, heard
 
 COLOURS = re.compile(rb"\x1b\[[0-9;?]*[A-Za-z]")
 
@@ -23,6 +24,8 @@ class Tee:
         self._file = path.open("ab", buffering=0)
         self._lock = threading.Lock()
         self._terminal, self._warned = outlet(1), False
+        self.heard: Status | None = None
+        """The status that a rank could only say."""
 
     def write(self, line: bytes) -> None:
         with self._lock:
@@ -48,7 +51,10 @@ class Tee:
 
     def _copy(self, pipe: IO[bytes]) -> None:
         for line in iter(pipe.readline, b""):
-            self.write(line)
+            if (status := heard(COLOURS.sub(b"", line).decode(errors="replace"))) is not None:
+                self.heard = status
+            else:
+                self.write(line)
 
     def close(self) -> None:
         """The terminal has a moment to take what it lacks."""

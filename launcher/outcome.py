@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Literal
 from launcher.checkpoint_folder import newest_published
 from launcher.errors import DeadlineError, ExitCode, LauncherError, PeerFailed
 from launcher.out_of_memory import advice, is_out_of_memory
-from launcher.status import FILE_NAME, Status, final_box, read_status, resume_command, write_status
+from launcher.status import FILE_NAME, Status, final_box, read_status, resume_command, spoken, write_status
 
 if TYPE_CHECKING:
     from launcher.control import Control
@@ -165,8 +165,10 @@ def finished_status(reason: str, step: int, run_dir: Path) -> Status:
 
 def report(status: Status, run_dir: Path) -> None:
     """Write the status of this start and, unless `launch.sh` will read it and do so, end the console with the box."""
-    written = record(status, status_folder(run_dir))
-    if status.state in {"failed", "stopped"} and not (written and os.environ.get(SUPERVISED)):
+    written, supervised = record(status, status_folder(run_dir)), bool(os.environ.get(SUPERVISED))
+    if supervised and not written:
+        log.error(spoken(status), extra={"announce": True})
+    if status.state in {"failed", "stopped"} and not supervised:
         log.error("\n%s", final_box(status), extra={"announce": True})
 
 

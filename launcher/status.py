@@ -17,11 +17,12 @@ from rich.text import Text
 
 from launcher.checkpoint_folder import newest_published
 from launcher.started_as import STARTED_AS, short_path
-from launcher.whole_files import write_whole
+from launcher.whole_files import overwrite, write_whole
 
 State = Literal["running", "finished", "stopped", "failed"]
 FILE_NAME, CONFIG_NAME = "status.json", "config.toml"
 BOX_WIDTH = 110
+SPOKEN = "[launch] status that the disk does not take: "
 
 
 @dataclass(frozen=True)
@@ -62,10 +63,19 @@ def _resume_from(run_dir: Path) -> str:
 
 
 def write_status(run_dir: Path, status: Status) -> Path:
-    """Write `status.json` whole or not at all, readable while another process writes it."""
+    """Write `status.json` whole or not at all, readable while another process writes it.
+
+    Raises:
+        OSError: the disk does not take it, not even in the place of the one before.
+    """
     run_dir.mkdir(parents=True, exist_ok=True)
-    write_whole(run_dir / FILE_NAME, json.dumps(asdict(status), indent=2) + "\n")
-    return run_dir / FILE_NAME
+    path, text = run_dir / FILE_NAME, json.dumps(asdict(status), indent=2) + "\n"
+    try:
+        write_whole(path, text)
+    except OSError:
+        if not overwrite(path, text):
+            raise
+    return path
 
 
 def read_status(run_dir: Path) -> Status | None:
@@ -82,6 +92,21 @@ def read_status(run_dir: Path) -> Status | None:
     if not isinstance(values, dict) or "state" not in values:
         raise ValueError(f"{run_dir / FILE_NAME} is not a status file; remove it")
     return Status(**{key: value for key, value in values.items() if key in known})
+
+
+def spoken(status: Status) -> str:
+    """A status in one line, for a console whose reader shall have it where the disk takes none."""
+    return SPOKEN + json.dumps(asdict(status))
+
+
+def heard(line: str) -> Status | None:
+    """The status that a line of `spoken` holds; None for any other line."""
+    if not line.startswith(SPOKEN):
+        return None
+    try:
+        return Status(**json.loads(line.removeprefix(SPOKEN)))
+    except (ValueError, TypeError):  # cut short
+        return None
 
 
 def final_box(status: Status, file: IO[str] | None = None) -> str:

@@ -134,22 +134,24 @@ def play_attempt(command: Command, ranks: int, worker: Path, former: Sequence[En
     config, run_dir = command.config, command.config.runtime.run_dir
     attempt, kept, restarts = open_attempt(run_dir, config), end_to_keep(run_dir, config.dry_run), len(former)
     keep_config(run_dir, config, command.config_file)
-    (run_dir / FILE_NAME).unlink(missing_ok=True)
+    # In the place of the former one: a disk that fills up later still takes an end where this is.
+    if not record(Status(state="running", reason="starting"), run_dir):
+        (run_dir / FILE_NAME).unlink(missing_ok=True)
     tee = Tee(attempt / "console.log")
     tee.say(f"[launch] attempt {attempt.name}: {ranks} ranks" + f", restart {restarts}" * bool(restarts))
     environment = rank_environment(os.environ, attempt, restarts, config.runtime.grace, sys.stdout.isatty())
     words = torchrun_command(command, ranks, worker, attempt / ERRORS)
     ended = run_torchrun(Torchrun(words, environment, attempt / "torchrun.log", asked), config, attempt, tee)
+    for done_with in (attempt / ERRORS, private_folder(str(attempt))):
+        shutil.rmtree(done_with, ignore_errors=True)
+    record(ended.status, attempt)
+    if kept is not None or reported_end(run_dir) != ended.status:  # else the ranks wrote it
+        record(kept or ended.status, run_dir)
     if why := why_given_up([*former, ended], command.max_restarts):
         tee.say(f"[launch] not started again: {why}")
     if ended.status.state in {"failed", "stopped"}:
         tee.say(final_box(ended.status, sys.stdout if sys.stdout.isatty() else None).rstrip())
     tee.close()
-    record(ended.status, attempt)
-    if kept is not None:
-        record(kept, run_dir)
-    for done_with in (attempt / ERRORS, private_folder(str(attempt))):
-        shutil.rmtree(done_with, ignore_errors=True)
     return ended
 
 
@@ -160,11 +162,11 @@ def run_torchrun(torchrun: Torchrun, config: Config, attempt: Path, tee: Tee) ->
         assert torchrun.process.stdout is not None, "it was asked for as a pipe"
         copying = tee.follow(torchrun.process.stdout)
         patience = config.runtime.grace + TORCHRUN_SECONDS
-        code = torchrun.wait(lambda: reported_end(run_dir) is not None, patience)
-        status = reported_end(run_dir)
+        code = torchrun.wait(lambda: (reported_end(run_dir) or tee.heard) is not None, patience)
+        status = reported_end(run_dir) or tee.heard
     copying.join(timeout=2.0)
     if code is not None:  # else the ranks were killed, and what they saw of that in each other is not the cause
-        status = status or reported_end(run_dir)
+        status = status or reported_end(run_dir) or tee.heard
     asked = list(torchrun.asked)
     if status is None or (asked and wants_another_start(status, attempt)):
         status = record_fallback(fallback_status(code, asked, log, run_dir), run_dir)

@@ -30,3 +30,20 @@ def aside_of(path: Path) -> Path:
     while (aside := path.with_name(f"{path.name}.old-{number}")).exists():
         number += 1
     return aside
+
+
+def overwrite(path: Path, text: str) -> bool:
+    """Write in the place of a file that is there, within the blocks that it has; whether it could be done.
+
+    For the little that must be said on a full disk. A reader may see it half written: no way for anything else.
+    """
+    data = text.encode()
+    try:
+        with path.open("r+b", buffering=0) as file:
+            if len(data) > os.fstat(file.fileno()).st_blocks * 512:
+                return False
+            file.write(data)
+            file.truncate(len(data))
+    except OSError:
+        return False
+    return True

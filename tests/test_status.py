@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
 from launcher.errors import ExitCode
 from launcher.outcome import Failure, failed_status, finished_status, stopped_status
-from launcher.status import FILE_NAME, Status, final_box, read_status, write_status
+from launcher.status import FILE_NAME, Status, final_box, heard, read_status, spoken, write_status
 
 FAILURE = Failure(6, "drafter 1", "step", 42, 75, "OutOfMemoryError", "CUDA out of memory", "runs/x/logs/rank_6.log")
 
@@ -74,3 +77,27 @@ def test_the_box_says_where_the_flight_recorder_wrote(tmp_path: Path) -> None:
     (traces / "nccl_rank_6.json").touch()
     box = final_box(failed_status(failure, tmp_path))
     assert str(traces) in "".join(box.replace("\N{BOX DRAWINGS LIGHT VERTICAL}", "").split())
+
+
+def test_on_a_full_disk_an_end_takes_the_place_of_the_status_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(path: Path, text: str) -> NoReturn:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    write_status(tmp_path, Status(state="running", reason="x" * 1000))
+    monkeypatch.setattr(Path, "write_text", full)
+    ended = failed_status(FAILURE, tmp_path)
+    write_status(tmp_path, ended)
+    assert read_status(tmp_path) == ended
+    with pytest.raises(OSError, match="No space left"):
+        write_status(tmp_path, replace(ended, reason="x" * (1 << 20)))
+    assert read_status(tmp_path) == ended, "what does not fit into its blocks leaves it alone"
+    with pytest.raises(OSError, match="No space left"):
+        write_status(tmp_path / "other", ended)
+
+
+def test_a_status_survives_being_said() -> None:
+    status = Status(state="failed", code=75, reason="two\nlines \N{BOX DRAWINGS LIGHT VERTICAL}")
+    assert "\n" not in spoken(status) and heard(spoken(status) + "\n") == status
+    assert heard(spoken(status)[:-9]) is None and heard("step 1") is None

@@ -175,9 +175,19 @@ def test_a_run_folder_has_one_run(run: Callable[..., Run]) -> None:
 
 
 def test_a_status_that_the_disk_does_not_take_costs_neither_the_box_nor_the_code(run: Callable[..., Run]) -> None:
-    code, out, err = run("(run_dir / 'status.json').mkdir()\n(run_dir / 'status.json/x').touch()\nsys.exit(1)").end()
+    taken = "(run_dir / 'status.json').unlink()\n(run_dir / 'status.json').mkdir()\n"
+    code, out, err = run(f"{taken}(run_dir / 'status.json/x').touch()\nsys.exit(1)").end()
     assert code == 75 and "run failed (exit code 75)" in out
     assert "Traceback" not in out + err and "status.json" in err
+
+
+def test_what_a_rank_could_only_say_is_the_end_of_the_run(run: Callable[..., Run]) -> None:
+    said = "Status(state='failed', code=75, reason='No space left on device', rank=1, step=6)"
+    started = run(f"from launcher.status import spoken\nprint(spoken({said}), flush=True)\nsys.exit(1)")
+    code, out, _ = started.end()
+    assert code == 75 and out.count("exit code") == 1 and "No space left" in out
+    assert "without a word" not in out and "{" not in out
+    assert (started.status["code"], started.status["rank"]) == (75, 1), "there was room again at the end"
 
 
 def test_under_torchrun_a_killed_rank_is_named(run: Callable[..., Run]) -> None:
