@@ -175,13 +175,23 @@ class RecordReader(FileSystemReader):
         """Read `.metadata`.
 
         Raises:
-            pickle.UnpicklingError: it names something that is no record of DCP.
+            UserError: it names something that is no record of DCP, or is no pickle.
         """
-        with (Path(self.path) / METADATA).open("rb") as file:
-            metadata = _RecordUnpickler(file).load()
-        for key, entry in metadata.state_dict_metadata.items():
-            if not isinstance(entry, TensorStorageMetadata):
-                raise pickle.UnpicklingError(f"{key} in {self.path} is not a tensor; only tensors are loaded")
+        path = Path(self.path) / METADATA
+        try:
+            with path.open("rb") as file:
+                metadata = _RecordUnpickler(file).load()
+            for key, entry in metadata.state_dict_metadata.items():
+                if not isinstance(entry, TensorStorageMetadata):
+                    raise pickle.UnpicklingError(f"{key} is not a tensor; only tensors are loaded")
+        except OSError:
+            raise
+        except Exception as error:  # unpickling what another hand wrote may raise anything
+            raise UserError(
+                f"{path} is not what a save writes, so nothing of it is loaded: {error}",
+                f"if you did not change it, trust nothing in that folder; move {path.parent} away to go on from an"
+                " older checkpoint, or start anew with --resume none",
+            ) from error
         metadata.storage_meta = metadata.storage_meta or StorageMeta()
         metadata.storage_meta.load_id = self.load_id
         return metadata

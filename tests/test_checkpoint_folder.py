@@ -154,9 +154,11 @@ def test_files_are_private(saved_run: Path) -> None:
 def test_no_pickle_but_records_is_loaded(saved_run: Path, tmp_path: Path) -> None:
     folder = published(_copy(saved_run, tmp_path / "run"))[0]
     assert RecordReader(folder).read_metadata().state_dict_metadata
-    (folder / ".metadata").write_bytes(pickle.dumps({"f": print}))
-    with pytest.raises(pickle.UnpicklingError, match="builtins.print"):
-        RecordReader(folder).read_metadata()
+    for written in (pickle.dumps({"f": print}), pickle.dumps({}), b"\x80"):
+        (folder / ".metadata").write_bytes(written)
+        with pytest.raises(UserError, match=r"step-4/\.metadata is not what.*-> .*move \S*step-4 away") as refusal:
+            RecordReader(folder).read_metadata()
+        assert refusal.value.code == 78 and ("builtins.print" in str(refusal.value)) == (b"print" in written)
 
 
 @dataclass
@@ -175,7 +177,7 @@ def test_members_of_enums_are_loaded_by_name_and_nothing_else_is(tmp_path: Path)
     (tmp_path / ".metadata").write_bytes(pickle.dumps(Metadata({}, planner_data=member)))
     assert RecordReader(tmp_path).read_metadata().planner_data is _MEM_FORMAT_ENCODING.TORCH_PRESERVE_FORMAT
     (tmp_path / ".metadata").write_bytes(pickle.dumps(ByName(Metadata, "__init__")))
-    with pytest.raises(pickle.UnpicklingError, match="takes __init__ of"):
+    with pytest.raises(UserError, match="takes __init__ of"):
         RecordReader(tmp_path).read_metadata()
 
 
