@@ -96,6 +96,16 @@ def test_the_command_that_goes_on_has_the_flags_of_this_start(run: Callable[...,
     assert str(silent.status["next_command"]).startswith("./launch.sh --nproc 2 --max-restarts 1 --config ")
 
 
+def test_a_refused_start_leaves_the_run_as_it_stood(run: Callable[..., Run]) -> None:
+    first = run("end('finished', 0, step=7)")
+    first.end()
+    refused = run("end('finished', 0, step=8)", runtime={"resume": "nowhere/step-3"})
+    code, _, err = refused.end()
+    assert code == 78 and "nowhere/step-3" in err
+    assert (refused.status["state"], refused.status["code"], refused.status["step"]) == ("finished", 0, 7)
+    assert [path.name for path in (refused.dir / "attempts").iterdir()] == ["1"]
+
+
 def test_a_dry_run_leaves_the_run_as_it_stood(run: Callable[..., Run]) -> None:
     real = run("end('stopped', 143, step=7)")
     real.end()
