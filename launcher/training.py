@@ -178,19 +178,22 @@ class Training:
                 self.rank.journal.announce(self.progress.line(done, metrics))
 
     def _judge(self, step: int, finite: bool, own_finite: bool) -> None:
-        """Count steps in a row without a finite gradient; the update left the weights alone on every rank."""
+        """Count steps in a row without a finite gradient; the update left the weights alone on every rank.
+
+        Steps count from 1 in what is said, as on the progress lines.
+        """
         self.bad_steps = 0 if finite else self.bad_steps + 1
         if finite:
             return
         bad = find_bad_losses(self.rank, own_finite, self.schedule.of_drafter(step, self.rank.role.index))
         what = "; ".join(map(str, bad)) or "the gradient, of finite losses,"
         if self.bad_steps <= self.config.train.max_bad_steps:
-            log.warning("step %d skipped: %s is not finite", step, what)
+            log.warning("step %d skipped: %s is not finite", step + 1, what)
         elif own_finite and bad:
             raise PeerFailed(f"{what} was not finite")  # the ranks at fault say it
         else:
             raise LauncherError(
-                f"{what} was not finite at step {step}, the last of {self.bad_steps} such steps in a row",
+                f"{what} was not finite at step {step + 1}, the last of {self.bad_steps} such steps in a row",
                 "lower train.lr, or look at those rows",
             )
 

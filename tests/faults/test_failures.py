@@ -28,7 +28,7 @@ FAILURES = [
     (
         _one("nan", "nan@step:*", "--train.max_bad_steps=1"),
         1,
-        ("1 drafter 0", "rank 1 drafter 0 on row", "chats.jsonl:", "not finite at step 1", "lower train.lr"),
+        ("1 drafter 0", "rank 1 drafter 0 on row", "chats.jsonl:", "not finite at step 2", "lower train.lr"),
     ),
 ]
 
@@ -46,7 +46,7 @@ def test_a_failure_names_its_cause_and_ends_every_rank(
     if scenario.name == "out of memory":
         assert "of host memory" in result.logs, "who has how much"
     if scenario.name == "nan":
-        assert "step 0 skipped: the loss of rank 1 drafter 0 on row" in result.console
+        assert "step 1 skipped: the loss of rank 1 drafter 0 on row" in result.console
 
 
 # Drafters and targets pass over steps 2 and 4 alike, evaluate step 6 and end together.

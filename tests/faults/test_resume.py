@@ -98,7 +98,7 @@ def test_a_run_goes_on_from_an_older_checkpoint_on_more_ranks_than_rows_through_
         "differs from what was written",
         "resumed from",
         "changed since the checkpoint: train.accumulation: 1 -> 3",
-        "step 9 skipped: the loss of rank 2 drafter 1 on row",
+        "step 10 skipped: the loss of rank 2 drafter 1 on row",
         "No space left on device",
         "Weights & Biases is off",
     ):
