@@ -169,16 +169,17 @@ def run_torchrun(torchrun: Torchrun, config: Config, attempt: Path, tee: Tee) ->
         status = status or reported_end(run_dir) or tee.heard
     asked = list(torchrun.asked)
     if status is None or (asked and wants_another_start(status, attempt)):
-        status = record_fallback(fallback_status(code, asked, log, run_dir), run_dir)
+        status = record_fallback(fallback_status(code, asked, log, run_dir), run_dir, attempt)
         if status.state == "failed":
             tee.say("\n".join(own_lines(log)))
     return Ended(status, bool(asked))
 
 
-def record_fallback(status: Status, run_dir: Path) -> Status:
+def record_fallback(status: Status, run_dir: Path, attempt: Path) -> Status:
     """Write the status that no rank could write; if this process cannot either, the disk is why."""
-    if not record(status, run_dir) and status.code == ExitCode.UNCLASSIFIED:
-        return replace(status, code=ExitCode.RETRY)
+    taken = [record(status, folder) for folder in (run_dir, attempt)]
+    if not all(taken) and status.code == ExitCode.UNCLASSIFIED:
+        return replace(status, code=ExitCode.RETRY, reason=f"{status.reason}; the disk of {run_dir} takes no status")
     return status
 
 

@@ -181,6 +181,15 @@ def test_a_status_that_the_disk_does_not_take_costs_neither_the_box_nor_the_code
     assert "Traceback" not in out + err and "status.json" in err
 
 
+def test_a_full_disk_is_why_even_if_the_former_status_makes_room_for_the_end(run: Callable[..., Run]) -> None:
+    full = (
+        "attempt = Path(os.environ['LAUNCHER_ATTEMPT_DIR'], 'status.json')\nattempt.mkdir()\n(attempt / 'x').touch()\n"
+    )
+    started = run(f"{full}sys.exit(1)")
+    assert started.end()[0] == 75
+    assert started.status["code"] == 75 and "takes no status" in str(started.status["reason"])
+
+
 def test_what_a_rank_could_only_say_is_the_end_of_the_run(run: Callable[..., Run]) -> None:
     said = "Status(state='failed', code=75, reason='No space left on device', rank=1, step=6)"
     started = run(f"from launcher.status import spoken\nprint(spoken({said}), flush=True)\nsys.exit(1)")
