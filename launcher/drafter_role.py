@@ -9,9 +9,10 @@ import torch
 from launcher.barrier import OrderedTurns
 from launcher.compile_gate import pass_gate
 from launcher.compile_report import Stopwatch, TurnBook, TurnReport
+from launcher.drafter_step import DrafterStep
 from launcher.groups import drafter_mesh, solo_mesh
 from launcher.rank import Models, Rank, compute_dtype, describe_models, to_compute, user_input
-from launcher.recompiles import forbid_recompiles
+from launcher.recompiles import Recompiles
 from launcher.step_factory import StepFactory
 from launcher.training import Training
 from launcher.warm_up import warm_up
@@ -29,7 +30,7 @@ def run_drafter(rank: Rank, drafter_turns: OrderedTurns, target_turns: OrderedTu
         factory = StepFactory(config, models.drafter, ends, rank.torch_device)
         rank.journal.announce(f"attention: {factory.backend} on {rank.torch_device.type}, compiled")
     report = compile_in_turn(rank, factory, batch, drafter_turns)
-    with rank.lifecycle.phase("gate", drafter_turns.limit):
+    with rank.lifecycle.phase("gate", max(drafter_turns.limit, target_turns.limit)):
         drafter_turns.join()
         if config.target.compile:
             target_turns.join()
@@ -38,10 +39,14 @@ def run_drafter(rank: Rank, drafter_turns: OrderedTurns, target_turns: OrderedTu
     if config.dry_run:
         done = "compiled and proved" if report.verified else "ran, uncompiled and unproved,"
         return f"dry run: {len(rank.topology.drafter_ranks)} drafter ranks {done} the training step"
-    forbid_recompiles(config.compile.on_recompile)
+    recompiles = Recompiles(config.compile.on_recompile, rank.control)
     sharded = len(rank.topology.drafter_ranks) > 1
     mesh = drafter_mesh(rank.groups, rank.device, rank.topology)
-    return Training(rank, models.layout, lambda shift, steps: factory.build(mesh, steps, sharded, shift)).run()
+
+    def build(shift: int, steps: int) -> DrafterStep:
+        return factory.build(mesh, steps, sharded, shift)
+
+    return Training(rank, models.layout, build, recompiles).run()
 
 
 def _load_ends(rank: Rank, models: Models) -> FrozenEnds:

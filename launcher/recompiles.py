@@ -5,17 +5,20 @@ from __future__ import annotations
 import logging
 from collections.abc import Generator
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 from torch._dynamo.exc import RecompileError
-from torch._dynamo.utils import compilation_time_metrics, counters
+from torch._dynamo.utils import compilation_time_metrics, counters, get_compilation_metrics
 
+from launcher.control import Control
 from launcher.errors import LauncherError
 
 log = logging.getLogger("launcher")
 
 # Where torch says why it compiles again, once asked to.
 REASONS = "torch._dynamo.guards.__recompiles"
+ADVICE = "keep shapes fixed, or allow it with --compile.on_recompile=warn"
 
 
 def graphs_compiled() -> int:
@@ -32,32 +35,59 @@ def compiler_seconds() -> dict[str, float]:
     return {"trace": whole - backend, "compile": backend + backward}
 
 
-def forbid_recompiles(on_recompile: str) -> None:
-    """After the gate: a recompile raises ("error"), or warns on the console with its reason ("warn")."""
-    if on_recompile == "error":
-        torch._dynamo.config.error_on_recompile = True
-        return
-    torch._logging.set_logs(recompiles=True)
-    logging.getLogger(REASONS).addHandler(_Warner())
+class Recompiles:
+    """From the gate on: what this process compiles is an error ("error"), or a warning on the console ("warn").
 
+    A guard that fails stops the compiler before it starts, which knows what changed. Code that never was compiled
+    before is found by the count of graphs, and is named.
 
-@contextmanager
-def explain_recompiles(what: str) -> Generator[None]:
-    """Turn the compiler's error that `what` would compile again after the gate into one line.
-
-    Raises:
-        LauncherError: says what changed.
+    Args:
+        control: adds up what all ranks compile.
     """
-    try:
-        yield
-    except Exception as error:
-        reason = recompile_reason(error)
-        if reason is None:
-            raise
-        raise LauncherError(
-            f"{what} would compile again after the gate: {reason}",
-            "keep shapes fixed, or allow it with --compile.on_recompile=warn",
-        ) from error
+
+    def __init__(self, on_recompile: str, control: Control) -> None:
+        self._strict, self._control, self._warner = on_recompile == "error", control, _Warner()
+        if self._strict:
+            torch._dynamo.config.error_on_recompile = True
+        else:
+            torch._logging.set_logs(recompiles=True)
+            logging.getLogger(REASONS).addHandler(self._warner)
+
+    @contextmanager
+    def watch(self, what: str) -> Generator[None]:
+        """Run `what`, which the gate has compiled.
+
+        Raises:
+            LauncherError: it was about to compile again, or has compiled what it did not before; says what changed.
+        """
+        graphs, explained = graphs_compiled(), self._warner.count
+        try:
+            yield
+        except Exception as error:
+            if (reason := recompile_reason(error)) is None:
+                raise
+            raise LauncherError(f"{what} would compile again after the gate: {reason}", ADVICE) from error
+        if (new := graphs_compiled() - graphs) > 0:
+            self._count(what, new, new - (self._warner.count - explained))
+
+    def total(self) -> int:
+        """Graphs that watched work of all ranks has compiled after the gate."""
+        return self._control.add("recompiles", 0)
+
+    def _count(self, what: str, new: int, unexplained: int) -> None:
+        self._control.add("recompiles", new)
+        if unexplained <= 0:
+            return
+        names = ", ".join(dict.fromkeys(last_compiled(unexplained)))
+        if self._strict:
+            raise LauncherError(f"{what} compiled what the gate had not: {names}", ADVICE)
+        self._warner.warn(f"{what} compiled what the gate had not: {names}")
+
+
+def last_compiled(count: int) -> list[str]:
+    """The functions of the `count` newest graphs, as name (file:line)."""
+    frames = [metrics for metrics in get_compilation_metrics() if metrics.co_name is not None]
+    return [f"{of.co_name} ({Path(of.co_filename or '').name}:{of.co_firstlineno})" for of in frames[-count:]]
 
 
 def recompile_reason(error: BaseException) -> str | None:
@@ -68,16 +98,19 @@ def recompile_reason(error: BaseException) -> str | None:
 
 
 class _Warner(logging.Handler):
-    """Hands torch's reasons to the launcher's own log: the first to the console, all of them, counted, to the file."""
+    """Hands reasons, torch's own first of all, to the launcher's log: the first to the console, all of them, counted,
+    to the file."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._count = 0
+        self.count = 0
 
     def emit(self, record: logging.LogRecord) -> None:
-        self._count += 1
-        reason = " ".join(record.getMessage().split())
-        if self._count == 1:
+        self.warn(" ".join(record.getMessage().split()))
+
+    def warn(self, reason: str) -> None:
+        self.count += 1
+        if self.count == 1:
             log.warning("this rank compiles again after the gate (more such go to the log): %s", reason)
         else:
-            log.info("recompile %d after the gate: %s", self._count, reason)
+            log.info("recompile %d after the gate: %s", self.count, reason)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import partial
 
 from torch import Tensor
@@ -14,7 +15,7 @@ from launcher.compile_report import TurnBook, TurnReport
 from launcher.data import PackedRows, eval_prompts, prepare_rows, row_order
 from launcher.deadlines import lock_patience
 from launcher.rank import Models, Rank, agree_schedule, describe_models
-from launcher.recompiles import explain_recompiles, forbid_recompiles
+from launcher.recompiles import Recompiles
 from launcher.same_rows import publish_rows, rows_key
 from launcher.schedule import Schedule
 from launcher.target_gate import pass_target_gate
@@ -88,6 +89,7 @@ class RowProducer:
 
     def __init__(self, rank: Rank, models: Models, rows: PackedRows, target: TappedTarget, team: TargetTeam) -> None:
         self._rank, self._layout, self._rows, self._target, self._team = rank, models.layout, rows, target, team
+        self._recompiles: Recompiles | None = None  # from the gate on, where layers are compiled
         runtime = rank.config.runtime
         # A drafter that saves, or takes its first step, asks for no rows meanwhile.
         self._patience = 3 * runtime.step_timeout + runtime.save_timeout
@@ -114,7 +116,7 @@ class RowProducer:
         announce = partial(rank.journal.announce, every_rank=self._team.leads)
         turn = self._team.turn(turns)
         pass_target_gate(rank.role.rank, turn, self._target, run_row, announce, self._record)
-        forbid_recompiles(rank.config.compile.on_recompile)
+        self._recompiles = Recompiles(rank.config.compile.on_recompile, rank.control)
 
     def _record(self, report: TurnReport) -> None:
         """Hand the turn in for compile_report.json; a target has one, whatever the number of its ranks."""
@@ -155,7 +157,7 @@ class RowProducer:
         row = self._rows.row(row_order(len(self._rows), self._rank.config.train.seed, index))
         self._layout.write(buffer, row)
         batch = self._layout.batch(index, buffer)
-        with explain_recompiles("the target"):
+        with self._recompiles.watch("the target") if self._recompiles else nullcontext():
             self._target(batch.ids, batch.doc, batch.positions, out=batch.features)
         return faults.spoil_header(self._layout.header(index, row.ids), self._rank.lifecycle.step)
 

@@ -22,7 +22,7 @@ from launcher.errors import ExitCode, LauncherError, PeerFailed, StopRequested
 from launcher.journal import Progress, clock
 from launcher.meter import Meter, over_drafters
 from launcher.rank import Rank, compute_dtype, to_compute
-from launcher.recompiles import explain_recompiles
+from launcher.recompiles import Recompiles
 from launcher.resume import resume
 from launcher.row_layout import RowLayout
 from launcher.run_record import keep_bottleneck
@@ -31,7 +31,6 @@ from launcher.sinks import MetricsWriter, NoMetrics
 from launcher.topology import Split
 from launcher.transfer import RowReceiver
 from launcher.transport_choice import make_transport
-from models.draft_step import RowBatch
 
 log = logging.getLogger("launcher")
 
@@ -39,8 +38,10 @@ log = logging.getLogger("launcher")
 class Training:
     """One drafter's part of the loop; stops are agreed at step boundaries."""
 
-    def __init__(self, rank: Rank, layout: RowLayout, build: Callable[[int, int], DrafterStep]) -> None:
-        self.rank, self.config = rank, rank.config
+    def __init__(
+        self, rank: Rank, layout: RowLayout, build: Callable[[int, int], DrafterStep], recompiles: Recompiles
+    ) -> None:
+        self.rank, self.config, self.recompiles = rank, rank.config, recompiles
         runtime = rank.config.runtime
         with rank.lifecycle.phase("load", runtime.load_timeout):
             self.step, self.checkpointer, self.schedule = resume(rank, build)
@@ -93,7 +94,8 @@ class Training:
         self.rank.lifecycle.step = step
         limit = self.config.runtime.step_timeout * (3 if step == self.schedule.start_step else 1)
         with self.rank.lifecycle.phase("step", limit, defer_stop=True):
-            self._train(step)
+            with self.recompiles.watch("the training step"):
+                self._train(step)
             return self._vote_stop()
 
     def _end_if_asked(self, stop: int, done: int) -> None:
@@ -115,8 +117,10 @@ class Training:
 
     def _summary(self) -> str:
         steps, run_dir = self.schedule.last_step, self.config.runtime.run_dir
+        taken = clock(time.monotonic() - self.started)
         lines = [
-            f"trained to step {steps} in {clock(time.monotonic() - self.started)}; checkpoints in {run_dir}/checkpoints"
+            f"trained to step {steps} in {taken}, {self.recompiles.total()} recompiles",
+            f"checkpoints in {run_dir}/checkpoints",
         ]
         if self.acceptance:
             first, last = min(self.acceptance), max(self.acceptance)
@@ -154,15 +158,11 @@ class Training:
             for draw in range(draws):
                 # Anchors depend on the micro-batch: each draw of a row is one.
                 micro_batch = replace(batch, index=index * draws + draw)
-                self._accumulate(micro_batch, last=place == len(mine) - 1 and draw == draws - 1)
+                self.step.accumulate(micro_batch, last=place == len(mine) - 1 and draw == draws - 1)
             self.receiver.prefetch([*mine[place + 1 :], *following])
         self.pending.append(self.step.update(step))
         self.meter.end_step(self.receiver.paces())
         self._settle(1)
-
-    def _accumulate(self, batch: RowBatch, last: bool) -> None:
-        with explain_recompiles("the training step"):
-            self.step.accumulate(batch, last)
 
     def _settle(self, leave: int) -> None:
         """Read the results of all but the last `leave` steps: a step's numbers are read while the next one runs."""

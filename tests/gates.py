@@ -16,6 +16,7 @@ from launcher.compile_report import Stopwatch, TurnBook, TurnReport
 from launcher.control import Control
 from launcher.drafter_step import DrafterStep
 from launcher.errors import DeadlineError, PeerFailed
+from launcher.recompiles import Recompiles
 from models.draft_step import RowBatch
 
 
@@ -37,6 +38,22 @@ class StandIn:
             if time.monotonic() > deadline:
                 raise DeadlineError(what)
             time.sleep(interval)
+
+
+class Tally:
+    """The part of Control that counts recompiles."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def add(self, key: str, amount: int = 1) -> int:
+        assert key == "recompiles"
+        self.count += amount
+        return self.count
+
+
+def watch_recompiles(on_recompile: str) -> Recompiles:
+    return Recompiles(on_recompile, cast(Any, Tally()))
 
 
 @dataclass

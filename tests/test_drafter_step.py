@@ -17,7 +17,7 @@ import torch.multiprocessing as mp
 from launcher.compile_gate import cache_counts
 from launcher.config_sections import TrainConfig
 from launcher.drafter_step import DrafterStep, learning_rate
-from launcher.recompiles import forbid_recompiles
+from tests.gates import watch_recompiles
 from tests.training import make_batch, make_step
 
 # Rows of very different supervision: a mean of means would differ from the global mean.
@@ -144,13 +144,14 @@ def gate_then_train(rank: int, group: dist.ProcessGroup) -> dict[str, Any]:
     if rank == 0:
         dist.barrier(group)
     compiled = sum(cache_counts())
-    forbid_recompiles("error")
+    recompiles = watch_recompiles("error")
     step = make_step(group, compiled=True)
     losses = []
     for number in range(3):
-        step.accumulate(make_batch(100 + 2 * number + rank, supervised=20 + number), last=True)
-        losses.append(step.update(number).read()["loss"])
-    recompiled = sum(cache_counts()) - compiled
+        with recompiles.watch("the step"):
+            step.accumulate(make_batch(100 + 2 * number + rank, supervised=20 + number), last=True)
+            losses.append(step.update(number).read()["loss"])
+    recompiled = sum(cache_counts()) - compiled + recompiles.total()
     return {"compiled": compiled, "recompiled": recompiled, "finite": all(map(math.isfinite, losses))}
 
 

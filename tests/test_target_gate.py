@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -14,12 +15,15 @@ import launcher.target_gate
 from launcher.barrier import OrderedTurns
 from launcher.compile_proof import ProofError
 from launcher.compile_report import TurnReport
+from launcher.config import validate
 from launcher.control import Control
+from launcher.errors import LauncherError
 from launcher.outcome import failure_code
 from launcher.target_gate import TargetProof, graph_problems, kernel_problems, number_problems, pass_target_gate
+from launcher.target_role import RowProducer
 from models.draft_step import RowBatch
 from models.target import TappedTarget, load_tapped_target
-from tests.gates import StandIn
+from tests.gates import StandIn, watch_recompiles
 from tests.small_targets import LAYER_IDS, packed_row, save_small
 
 RECORDED: list[TurnReport] = []
@@ -141,6 +145,37 @@ def test_graph_breaks_and_the_peak_of_memory_are_in_the_report(
         take_turn(target, console)
     assert RECORDED[-1].proof["graph_breaks"] == 2 and RECORDED[-1].peak_bytes == 3 << 30
     assert "flex, 3.2 GB a row, " in replace(TargetProof(**RECORDED[-1].proof), missing=()).line()
+
+
+class OneRow(list[torch.Tensor]):
+    """Packed rows."""
+
+    def __init__(self, ids: torch.Tensor) -> None:
+        super().__init__([ids])
+
+    def row(self, index: int) -> SimpleNamespace:
+        return SimpleNamespace(ids=self[index])
+
+
+def test_a_row_that_compiles_anything_after_the_gate_is_refused() -> None:
+    """The producer as it is once its gate is passed, with a target that compiles late."""
+
+    def late(x: torch.Tensor) -> torch.Tensor:
+        return x + 1
+
+    compiled = torch.compile(late, backend="aot_eager", fullgraph=True)
+    ids, doc, positions = packed_row(padding=5)
+    batch = RowBatch(0, torch.empty(len(ids), 1), ids, torch.ones_like(ids).bool(), doc, positions)
+    producer = RowProducer.__new__(RowProducer)
+    producer._rank = cast(Any, SimpleNamespace(config=validate({}), lifecycle=SimpleNamespace(step=0)))
+    producer._rows = cast(Any, OneRow(ids))
+    producer._layout = cast(Any, SimpleNamespace(write=lambda *_: None, batch=lambda *_: batch, header=lambda *_: {}))
+    producer._target = cast(Any, lambda ids, *_, out: out.copy_(compiled(ids)[:, None]))
+    with torch._dynamo.config.patch(error_on_recompile=False):
+        producer._recompiles = watch_recompiles("error")
+        with pytest.raises(LauncherError, match="the target compiled what the gate had not: late"):
+            producer._fill(batch.features, 0)
+    assert producer._fill(batch.features, 0) == {}
 
 
 def test_problems_are_named() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -19,6 +20,7 @@ from launcher.run_record import BOTTLENECK
 from launcher.schedule import Schedule
 from launcher.topology import Role, Split, build_topology
 from launcher.training import Training
+from tests.gates import watch_recompiles
 from tests.rank_processes import FileControl
 
 LAST = 6
@@ -47,6 +49,7 @@ class Loop:
         self.training.schedule = Schedule(build_topology(Split(1, 1)), 1, LAST)
         self.training.checkpointer = self.training.receiver = self.training.calibration = cast(Any, self)
         self.training.evaluator = cast(Any, self)
+        self.training.recompiles = watch_recompiles("error")
         self.training.metrics = self.training.meter = self.training.balance = self.training.step = cast(Any, self)
         self.training.acceptance, self.training.started = {}, 0.0
         self.training._settle = lambda leave: None  # type: ignore[method-assign]
@@ -116,7 +119,7 @@ def test_a_stop_while_a_better_split_is_prepared_lets_that_end(tmp_path: Path) -
 def test_the_bottleneck_is_named_at_the_end_and_a_full_disk_is_no_reason_to_fail(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert "trained to step 6" in Loop(tmp_path, "nowhere").training.run()
+    assert re.search(r"^trained to step 6 in .*, 0 recompiles; ", Loop(tmp_path, "nowhere").training.run())
     assert (tmp_path / BOTTLENECK).read_text() == "the targets were the bottleneck\n"
 
     def full(path: Path, text: str) -> None:
