@@ -9,6 +9,8 @@ from __future__ import annotations
 import json
 import time
 import uuid
+from collections.abc import Generator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -28,6 +30,8 @@ class Control:
         self._timeout = timeout
         self.server = TCPStore(host, port, is_master=serve, wait_for_workers=False, timeout=timedelta(seconds=timeout))
         self._store = PrefixStore(prefix, self.server)
+        self.asked_at: float | None = None
+        """When the call began that the store has not yet answered (monotonic); no call bounds itself."""
 
     def clone(self) -> Control:
         """A second connection, for another thread."""
@@ -35,15 +39,18 @@ class Control:
         return Control(host, self.server.port, prefix, timeout=self._timeout)
 
     def set(self, key: str, value: Any) -> None:
-        self._store.set(key, json.dumps(value))
+        with self._asking():
+            self._store.set(key, json.dumps(value))
 
     def get(self, key: str) -> Any:
         """The value, None while nobody has set it."""
-        return json.loads(self._store.get(key)) if self._store.check([key]) else None
+        with self._asking():
+            return json.loads(self._store.get(key)) if self._store.check([key]) else None
 
     def has(self, *keys: str) -> bool:
         """Whether all the keys are set."""
-        return self._store.check(list(keys))
+        with self._asking():
+            return self._store.check(list(keys))
 
     def wait(self, key: str, what: str, timeout: float) -> Any:
         """The value of a key, for ranks that have no Lifecycle yet.
@@ -60,12 +67,14 @@ class Control:
 
     def add(self, key: str, amount: int = 1) -> int:
         """Add to a counter and return its new value; a counter is read with `add(key, 0)`."""
-        return self._store.add(key, amount)
+        with self._asking():
+            return self._store.add(key, amount)
 
     def claim(self, key: str, value: Any) -> bool:
         """Set the key unless another rank was first; True for the winner."""
         mine = json.dumps({"claim": uuid.uuid4().hex, "value": value})
-        return self._store.compare_set(key, "", mine).decode() == mine
+        with self._asking():
+            return self._store.compare_set(key, "", mine).decode() == mine
 
     def claimed(self, key: str) -> Any:
         """The winner's value of a claimed key, or None."""
@@ -73,8 +82,17 @@ class Control:
         return None if claim is None else claim["value"]
 
     def delete(self, key: str) -> None:
-        self._store.delete_key(key)
+        with self._asking():
+            self._store.delete_key(key)
 
     def group_store(self, name: str) -> PrefixStore:
         """A store for `init_process_group`, on this connection."""
         return PrefixStore(name, self._store)
+
+    @contextmanager
+    def _asking(self) -> Generator[None]:
+        self.asked_at = time.monotonic()
+        try:
+            yield
+        finally:
+            self.asked_at = None

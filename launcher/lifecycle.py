@@ -10,7 +10,7 @@ A rank makes one Lifecycle after it has the control plane. `main` wraps the work
     lifecycle.leave(code)
 
 Who ends a rank, when, with which code of the run, and who writes `status.json`. "Claims" is whoever says it first
-(outcome.py); then each node has one rank that tells it. The constants are in farewell.py, stop_wish.py and watchdog.py.
+(outcome.py); then each node has one rank that tells it. The constants are in farewell.py, stop_wish.py, enforcer.py.
 
     event                           who acts                     within              code       status by
     the work is done                main thread: finish          at once             0          last rank of each node
@@ -20,13 +20,15 @@ Who ends a rank, when, with which code of the run, and who writes `status.json`.
     a peer of its node died         every watchdog there         0.25 s              75         who claims the failure
     a peer is silent                the watchdogs that watch it  heartbeat_timeout   75         who claims the failure
     another rank's failure          main thread: check, or else  0.25 s, or          that one's  already written
-                                    own watchdog                 3 s after that
+                                    own enforcer                 3 s after that
     first stop signal               main thread, after the vote  grace               130, 143   last rank of each node
-    runtime.grace is over           own watchdog                 grace               130, 143   that rank
-    second stop signal, > 1 s later own watchdog                 at once             130, 143   that rank
+    runtime.grace is over           own enforcer                 grace               130, 143   that rank
+    second stop signal, > 1 s later own enforcer                 at once             130, 143   that rank
     torchrun's store is gone        main thread: fail, or else   its next call, or   the error's first rank of each node
                                     own watchdog                 5 s                 or 75
-    said goodbye, and still here    own watchdog                 10 s                unchanged  already written
+    the store does not answer       own enforcer                 heartbeat_timeout   75         first rank of each node
+    ... and a deadline has passed   own enforcer                 5 s                 75         first rank of each node
+    said goodbye, and still here    own enforcer                 10 s                unchanged  already written
     torchrun died                   the kernel                   at once             75         launch.sh
     an error before all this        refusal.py                   0 to 9 s            its own    launch.sh
 

@@ -49,8 +49,8 @@ class StopWish:
 
     def _begin(self, number: signal.Signals, now: float) -> None:
         self.say(f"{number.name} received")
-        self.pending = STOP_SIGNALS[number]
         doubtful = number is signal.SIGTERM
         self._due = now + EVIDENCE_SECONDS if doubtful else now
         local = int(os.environ.get("LOCAL_WORLD_SIZE", 0))
         self.missing = missing_siblings(local) if doubtful and local else 0
+        self.pending = STOP_SIGNALS[number]  # last: another thread takes it

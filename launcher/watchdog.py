@@ -1,13 +1,13 @@
-"""The watchdog thread of a rank: heartbeats, deadlines, dead and silent peers, signals, and the end of last resort.
+"""The watchdog thread of a rank: heartbeats, deadlines, dead and silent peers, and what signals mean.
 
 It does the work because the main thread may sit in native code for minutes: Python signal handlers do not run inside a
-gloo collective. It has its own connection to the control plane.
+gloo collective. It has its own connection to the control plane. Where that hangs, the thread beside it (enforcer.py)
+ends the rank.
 """
 
 from __future__ import annotations
 
 import faulthandler
-import os
 import select
 import threading
 import time
@@ -16,37 +16,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
+from launcher.enforcer import STORE_LOST_SECONDS, TICK, Enforcer
 from launcher.errors import DeadlineError, ExitCode
-from launcher.outcome import (
-    STOP_KEY,
-    Failure,
-    Leaving,
-    known_failure,
-    process_code,
-    publish_failure,
-    report,
-    stopped_status,
-    tell_alone,
-    tell_node,
-)
+from launcher.outcome import STOP_KEY, Failure, known_failure, publish_failure, tell_node
 from launcher.overdue import blame, overdue, overwaited
 from launcher.peers import Beat, Member, PeerTable
-from launcher.processes import flush_output
 from launcher.rank_state import Limits, Phase, RankState
 from launcher.signal_inbox import SignalInbox
-from launcher.stacks import dump_stacks, is_in_collective
-from launcher.stop_wish import StopWish
+from launcher.stacks import is_in_collective
 
 if TYPE_CHECKING:
     from launcher.control import Control
 
-TICK = 0.25
 BEAT = 1.0
-# After a failure anywhere the main thread has this long to end by itself.
-LAST_SECONDS = 3.0
-# After its goodbye a rank has this long to tear down; Inductor's worker pool can hang there (pytorch issue #162199).
-LEAVE_SECONDS = 10.0
-STORE_LOST_SECONDS = 5.0
 # Errors of ranks that do not move: what the others are at, and in which collective, helps to see why.
 STUCK = {"DeadlineError", "PeerSilent"}
 # A blamed rank without a heartbeat for so long is killed by its peers.
@@ -66,15 +48,15 @@ class Watchdog:
     run_dir: Path
     log: IO[str]
     _closing: bool = False
-    _dumped: bool = False
-    _stop_since: float | None = None
-    _failed_since: float | None = None
     _store_ok: float = 0.0
     _last_beat: float = 0.0
     _sequence: int = 0
 
+    def __post_init__(self) -> None:
+        self._enforcer = Enforcer(self.control, self.me, self.state, self.inbox, self.limits, self.run_dir, self.log)
+
     def start(self) -> None:
-        self._wish = StopWish(self.inbox, self._say)
+        self._enforcer.start()
         self.peers = PeerTable(self.me, self.world_size)
         self._store_ok = time.monotonic()
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
@@ -83,7 +65,7 @@ class Watchdog:
     @property
     def has_wish(self) -> bool:
         """Whether a stop signal came whose meaning is not yet decided."""
-        return self._wish.pending is not None
+        return self._enforcer.wish.pending is not None
 
     def judge(self, error: DeadlineError, control: Control) -> Failure:
         """Whom a wait of the main thread has been in vain for; on the main thread's own connection."""
@@ -92,25 +74,28 @@ class Watchdog:
         return overwaited(error, own, culprit, self.peers.member(culprit.rank))
 
     def close(self) -> None:
-        """End the thread; waits for it at most a few ticks."""
+        """End both threads; waits for each at most a few ticks."""
         self._closing = True
+        self._enforcer.close()
         self._thread.join(timeout=4 * TICK)
 
     def _run(self) -> None:
         try:
             while not self._closing:
                 self._tick(time.monotonic())
-                select.select([self.inbox.descriptor, *self.peers.descriptors()], [], [], TICK)
+                select.select(self.peers.descriptors(), [], [], TICK)
         except BaseException as error:  # a rank without a watchdog could hang for ever
-            self._say(f"the watchdog failed:\n{traceback.format_exc()}")
-            failure = self._own_failure(ExitCode.UNCLASSIFIED, type(error).__name__, f"the watchdog failed: {error}")
-            self._last_word(failure)
+            self._enforcer.say(f"the watchdog failed:\n{traceback.format_exc()}")
+            failure = self._enforcer.own_failure(
+                ExitCode.UNCLASSIFIED, type(error).__name__, f"the watchdog failed: {error}"
+            )
+            self._enforcer.last_word(failure)
         finally:
             self.peers.close()
 
     def _tick(self, now: float) -> None:
-        self._read_signals(now)
         try:
+            self._pass_goodbye_on()
             self._read_messages()
             self._check_deadline(now)
             self._beat(now)
@@ -119,20 +104,21 @@ class Watchdog:
             self._store_ok = now
         except (RuntimeError, OSError) as error:
             self._on_store_error(error, now)
-        self._enforce(now)
 
-    def _read_signals(self, now: float) -> None:
-        if self._wish.read(now) and not (self.state.failure or self.state.left):
-            self._leave_stopped(", left at once after a second signal")
+    def _pass_goodbye_on(self) -> None:
+        enforcer = self._enforcer
+        if enforcer.goodbye is not None and not enforcer.said.is_set():
+            self.control.set(f"left/{self.me.rank}", enforcer.goodbye)
+            enforcer.said.set()
 
     def _decide_stop(self, now: float) -> None:
-        code = None if self.state.failure else self._wish.take(now)
+        code = None if self.state.failure else self._enforcer.wish.take(now)
         if code is None:
             return
-        unexplained = self._wish.missing - self.peers.count_left_on_node(self.control)
+        unexplained = self._enforcer.wish.missing - self.peers.count_left_on_node(self.control)
         if unexplained > 0:
             reason = f"{unexplained} rank(s) of this node ended before they reported -> see their logs"
-            self._publish(self._own_failure(ExitCode.RETRY, "PeerLost", reason))
+            self._publish(self._enforcer.own_failure(ExitCode.RETRY, "PeerLost", reason))
         else:
             self.control.claim(STOP_KEY, {"code": int(code), "rank": self.me.rank})
             self.state.stop = code
@@ -153,11 +139,11 @@ class Watchdog:
                 return
 
     def _on_deadline(self, phase: Phase) -> None:
-        self._dump(f"phase {phase.name} took longer than {phase.timeout:.0f} s")
+        self._enforcer.dump(f"phase {phase.name} took longer than {phase.timeout:.0f} s")
         beats = self.peers.beats(self.control)
         own = self._own_beat(phase)
         for beat in [own, *beats]:
-            self._say(f"  {beat}")
+            self._enforcer.say(f"  {beat}")
         culprit = blame(own, beats)
         where = self.peers.member(culprit.rank)
         self._publish(overdue(phase, own, culprit, where, self.state.waiting_for))
@@ -191,60 +177,13 @@ class Watchdog:
         """Take in the failure of the run. A mute rank cannot leave by itself; torchrun would kill it after 30 s."""
         if self.peers.is_mute(failure.rank, min(MUTE_SECONDS, self.limits.heartbeat)):
             self.peers.member(failure.rank).kill()
-        if failure.error in STUCK and not self._dumped:
-            self._dump(f"dump because {failure}")
+        if failure.error in STUCK and not self._enforcer.dumped:
+            self._enforcer.dump(f"dump because {failure}")
         # Only now: the main thread leaves as soon as it sees this.
         self.state.failure = failure
-
-    def _own_failure(self, code: ExitCode, error: str, reason: str) -> Failure:
-        state = self.state
-        return Failure(self.me.rank, self.me.role, state.phase.name, state.step, code, error, reason, self.me.log)
 
     def _on_store_error(self, error: Exception, now: float) -> None:
         if self.state.left or self._closing or now - self._store_ok < STORE_LOST_SECONDS:
             return
         reason = f"no contact with torchrun's store for {STORE_LOST_SECONDS:.0f} s: {error}"
-        self._last_word(self._own_failure(ExitCode.RETRY, type(error).__name__, reason))
-
-    def _enforce(self, now: float) -> None:
-        state = self.state
-        if state.leaving is not None:
-            if now - state.leaving[1] > LEAVE_SECONDS:
-                self._dump("ending this rank, it said goodbye and is still here")
-                os._exit(process_code(state.leaving[0]))
-        elif state.failure is not None:
-            self._failed_since = self._failed_since or now
-            if now - self._failed_since > LAST_SECONDS:
-                self._dump(f"ending this rank, it is stuck after: {state.failure}")
-                self._exit(ExitCode(state.failure.code), "failed")
-        elif state.stop is not None:
-            self._stop_since = self._stop_since or now
-            if now - self._stop_since > self.limits.grace:
-                self._dump(f"ending this rank, runtime.grace of {self.limits.grace:.0f} s is over")
-                self._leave_stopped(f", before it could save: runtime.grace of {self.limits.grace:.0f} s was over")
-
-    def _leave_stopped(self, note: str) -> None:
-        code = self.state.stop or self._wish.pending or ExitCode.TERMINATED
-        report(stopped_status(code, self.state.phase.name, self.state.step, self.run_dir, note), self.run_dir)
-        self._exit(code, "stopped")
-
-    def _last_word(self, failure: Failure) -> None:
-        """End this rank without the store: say it in the log and to the node, then leave."""
-        self._say(str(failure))
-        tell_alone(failure, self.run_dir, self.me.local_rank)
-        os._exit(failure.code)
-
-    def _exit(self, code: ExitCode, how: Leaving) -> None:
-        try:
-            self.control.set(f"left/{self.me.rank}", how)
-        except (RuntimeError, OSError) as error:
-            self._say(f"could not say goodbye: {error}")
-        flush_output()
-        os._exit(process_code(code))
-
-    def _dump(self, why: str) -> None:
-        self._dumped = True
-        dump_stacks(self.log, why, Path(self.me.log).parent / "traces", self.me.rank)
-
-    def _say(self, text: str) -> None:
-        self.log.write(f"[watchdog] {text}\n")
+        self._enforcer.last_word(self._enforcer.own_failure(ExitCode.RETRY, type(error).__name__, reason))

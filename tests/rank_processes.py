@@ -30,7 +30,12 @@ class FileControl:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self.asked_at: float | None = None
         folder.mkdir(parents=True, exist_ok=True)
+
+    def stop(self) -> None:
+        """From now on no call of any rank returns."""
+        (self.folder / ".stopped").touch()
 
     def clone(self) -> FileControl:
         return FileControl(self.folder)
@@ -64,6 +69,10 @@ class FileControl:
         return None if claim is None else claim["value"]
 
     def _path(self, key: str) -> Path:
+        self.asked_at = time.monotonic()
+        while (self.folder / ".stopped").exists():
+            time.sleep(0.1)
+        self.asked_at = None
         return self.folder / key.replace("/", "%")
 
     @contextmanager

@@ -12,7 +12,7 @@ import pytest
 from launcher.errors import ExitCode
 from launcher.outcome import failure_code, is_secondary
 from launcher.status import Status, read_status
-from tests.rank_processes import end_ranks, start_ranks, wait_for
+from tests.rank_processes import FileControl, end_ranks, start_ranks, wait_for
 
 
 def _status(folder: Path) -> Status:
@@ -117,6 +117,32 @@ def test_one_signal_to_one_rank_stops_all(tmp_path: Path, number: signal.Signals
     assert (status.state, status.code) == ("stopped", code)
     assert "--resume auto" in (status.next_command or "")
     assert "Traceback" not in "".join(text for _, text in ended)
+
+
+def test_a_store_that_hangs_ends_every_rank_with_stacks(tmp_path: Path) -> None:
+    """Its host is stopped, or gone without closing its connections: no call returns, on no thread."""
+    ranks = start_ranks("long", tmp_path, 2, HEARTBEAT="1")
+    wait_for(tmp_path / "step-2-rank-1")
+    FileControl(tmp_path / "control").stop()
+    started = time.monotonic()
+    assert [code for code, _ in end_ranks(ranks)] == [75, 75]
+    assert time.monotonic() - started < 15
+    status = _status(tmp_path)
+    assert (status.state, status.code, status.error) == ("failed", 75, "StoreSilent")
+    assert "has not answered for 5 s" in status.reason
+    assert "stacks of all threads" in (tmp_path / "logs" / "rank_1.log").read_text()
+
+
+def test_a_second_signal_leaves_at_once_though_the_store_hangs(tmp_path: Path) -> None:
+    ranks = start_ranks("long", tmp_path, 1)
+    wait_for(tmp_path / "step-2-rank-0")
+    FileControl(tmp_path / "control").stop()
+    ranks[0].send_signal(signal.SIGINT)
+    time.sleep(1.5)
+    ranks[0].send_signal(signal.SIGINT)
+    assert ranks[0].wait(10) == 0  # the heartbeat's limit is 60 s
+    end_ranks(ranks)
+    assert _status(tmp_path).code == 130
 
 
 def test_a_stop_waits_for_a_phase_that_defers_it(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NoReturn, cast
 
 import pytest
 
+from launcher.enforcer import STORE_LOST_SECONDS, Enforcer
 from launcher.overdue import blame
 from launcher.peers import Beat, Member, PeerTable, watches
 from launcher.processes import crash_in, describe_exit, is_alive, read_process
@@ -18,7 +19,7 @@ from launcher.signal_inbox import SignalInbox
 from launcher.stacks import is_in_collective
 from launcher.status import read_status
 from launcher.topology import Role
-from launcher.watchdog import STORE_LOST_SECONDS, Watchdog
+from launcher.watchdog import Watchdog
 from tests.rank_processes import FileControl
 
 if TYPE_CHECKING:
@@ -155,6 +156,28 @@ def test_a_watchdog_that_lost_the_store_tells_its_node_and_ends_the_rank(
     status = read_status(tmp_path)
     assert status is not None and left.value.code == 75
     assert (status.state, status.code, status.rank) == ("failed", 75, 8) and "torchrun's store" in status.reason
+
+
+def test_a_deadline_holds_though_the_store_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Long before the store counts as lost; and not for the time in which this process itself stood still."""
+
+    def leave(code: int) -> NoReturn:
+        raise SystemExit(code)
+
+    monkeypatch.setattr(os, "_exit", leave)
+    control = FileControl(tmp_path / "control")
+    control.asked_at = 0.0
+    log, state = RankLog(tmp_path / "rank.log"), RankState([Phase("step", 0.0, 10.0, True)])
+    inbox, me = SignalInbox(), _member(0)
+    enforcer = Enforcer(cast("Control", control), me, state, inbox, Limits(600, 30), tmp_path, log)
+    enforcer._tick(100.0)
+    enforcer._tick(101.0)
+    with pytest.raises(SystemExit) as left:
+        for now in range(102, 110):
+            enforcer._tick(float(now))
+    status = read_status(tmp_path)
+    assert left.value.code == 75 and now == 106
+    assert status is not None and "step took longer than 10 s" in status.reason and "store" in status.reason
 
 
 def test_no_thread_of_this_test_sits_in_a_collective() -> None:
