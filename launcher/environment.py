@@ -1,8 +1,9 @@
-"""environment.json of a run, environment.lock beside a config, and the command `fingerprint`.
+"""environment.json of a run, environment.lock of a config or a folder, and the command `fingerprint`.
 
 ./launch.sh fingerprint [--json]           print it
 ./launch.sh fingerprint --diff A B         compare two run folders or files; exits 1 where they differ
-./launch.sh fingerprint --lock [WHERE]     pin it: environment.lock beside the config file WHERE, or in that folder
+./launch.sh fingerprint --lock [WHERE]     pin it: environment.lock beside the config file WHERE, or in that folder;
+                                           without WHERE here, for starts from here that name no config file
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ def check_environment(
     """What changed since the run's last attempt.
 
     Raises:
-        UserError: the lock beside the config file does not match, or a change under `--strict-environment`.
+        UserError: the lock does not match, or a change under `--strict-environment`.
     """
     check_lock(config_file, current)
     changes: list[Change] = []
@@ -60,30 +61,34 @@ def check_environment(
 
 
 def check_lock(config_file: Path | None, current: Fingerprint) -> None:
-    """Refuse an environment that differs from environment.lock beside the config file.
+    """Refuse an environment that differs from the lock of a start.
 
     Raises:
         UserError: lists the fields that differ.
     """
-    lock = config_file.expanduser().parent / LOCK_NAME if config_file else None
-    if lock is None or not lock.exists():
+    lock = lock_of(config_file)
+    if not lock.exists():
         return
     changes = [change for change in diff(read_fingerprint(lock), current) if change.field not in NOT_LOCKED]
     if changes:
+        again = f"./launch.sh fingerprint --lock {config_file or ''}".rstrip()
         raise UserError(
-            f"{lock} pins another environment:\n{_lines(changes)}",
-            f"restore it, or pin this one with ./launch.sh fingerprint --lock {config_file}",
+            f"{lock} pins another environment:\n{_lines(changes)}", f"restore it, or pin this one with {again}"
         )
 
 
 def copy_lock(config_file: Path | None, run_dir: Path) -> None:
-    """Put the lock beside a config file, or its absence, beside the run's own config.toml as well."""
-    source = config_file.expanduser().parent / LOCK_NAME if config_file else None
-    kept = run_dir / LOCK_NAME
-    if source is None or not source.exists():
+    """Put the lock of a start, or its absence, beside the run's own config.toml as well."""
+    source, kept = lock_of(config_file), run_dir / LOCK_NAME
+    if not source.exists():
         kept.unlink(missing_ok=True)
     elif source.resolve() != kept.resolve():
         write_whole(kept, source.read_text())
+
+
+def lock_of(config_file: Path | None) -> Path:
+    """The lock that a start has to fit: beside its config file, or in the working directory if it has none."""
+    return (config_file.expanduser().parent if config_file else Path.cwd()) / LOCK_NAME
 
 
 def read_fingerprint(path: Path) -> Fingerprint:
@@ -112,7 +117,9 @@ def main(args: list[str]) -> int:
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--json", action="store_true", help="print JSON")
     what.add_argument("--diff", nargs=2, type=Path, metavar=("A", "B"), help="compare two run folders or files")
-    what.add_argument("--lock", nargs="?", type=Path, const=Path(), metavar="WHERE", help="pin it beside a config file")
+    what.add_argument(
+        "--lock", nargs="?", type=Path, const=Path(), metavar="WHERE", help="pin it beside a config file, or here"
+    )
     flags = parser.parse_args(args)
     if flags.diff:
         changes = diff(*map(read_fingerprint, flags.diff))

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from launcher.environment import (
+    check_environment,
     check_lock,
     main,
     read_fingerprint,
@@ -153,9 +154,24 @@ def test_a_lock_pins_the_environment_but_not_the_code(tmp_path: Path) -> None:
     config = tmp_path / "run.toml"
     write_fingerprint(tmp_path / "environment.lock", {k: v for k, v in BUILD.items() if k != "kernels"})
     check_lock(config, BUILD | {"kernels": "0" * 64, "os": "Linux 7"})
-    check_lock(None, {"torch": "1.0"})
     with pytest.raises(UserError, match="driver: 580.159.03 -> 1"):
         check_lock(config, BUILD | {"driver": "1"})
+
+
+def test_a_lock_without_a_place_pins_starts_without_a_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert main(["--lock"]) == 0
+    check_lock(None, collect())
+    other = collect() | {"torch": "1.0"}
+    with pytest.raises(UserError, match="environment.lock pins another") as refused:
+        check_environment(tmp_path / "run", other, strict=False)
+    assert refused.value.code == 78 and f"{tmp_path}/environment.lock" in str(refused.value)
+    assert "torch: " in str(refused.value) and str(refused.value).endswith("fingerprint --lock")
+    check_lock(elsewhere / "my.toml", other)
+    monkeypatch.chdir(elsewhere)
+    check_lock(None, other)
 
 
 def test_commands_lock_and_compare(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

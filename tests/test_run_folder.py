@@ -107,7 +107,10 @@ def test_a_full_disk_ends_a_start_with_75_and_the_former_config(
     assert parse(["--config", str(tmp_path / "config.toml")]).config == CONFIG
 
 
-def test_the_lock_of_a_config_holds_for_the_command_that_goes_on(tmp_path: Path) -> None:
+def test_the_lock_of_a_start_holds_for_the_command_that_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     mine, run_dir = tmp_path / "mine", tmp_path / "run"
     for folder in (mine, run_dir):
         folder.mkdir()
@@ -119,6 +122,10 @@ def test_the_lock_of_a_config_holds_for_the_command_that_goes_on(tmp_path: Path)
     assert (run_dir / LOCK_NAME).exists(), "going on keeps it"
     keep_config(run_dir, CONFIG, None)
     check_lock(run_dir / "config.toml", {"torch": "2"})
+    monkeypatch.chdir(mine)
+    keep_config(run_dir, CONFIG, None)
+    with pytest.raises(UserError, match="torch: 1 -> 2"):
+        check_lock(run_dir / "config.toml", {"torch": "2"})
 
 
 def env(nodes: int) -> RankEnv:
