@@ -24,9 +24,16 @@ NOT_LOCKED = ("kernels", "os")
 
 
 def record_environment(
-    run_dir: Path, attempt_dir: Path, current: Fingerprint, strict: bool, config_file: Path | None = None
+    run_dir: Path,
+    attempt_dir: Path,
+    current: Fingerprint,
+    strict: bool,
+    config_file: Path | None = None,
+    dry_run: bool = False,
 ) -> list[str]:
     """Compare this start with the run's last one and with the lock, then write environment.json.
+
+    A dry run is no part of the run: it replaces no record that is there, so the next start is told of a change as well.
 
     Returns:
         One line per change, to be shown to the user.
@@ -35,8 +42,9 @@ def record_environment(
         UserError: the lock does not match, or a change under `--strict-environment`; nothing is written then.
     """
     changes = check_environment(run_dir, current, strict, config_file)
-    for folder in (attempt_dir, run_dir):
-        write_fingerprint(folder / FILE_NAME, current)
+    write_fingerprint(attempt_dir / FILE_NAME, current)
+    if not (dry_run and (run_dir / FILE_NAME).exists()):
+        write_fingerprint(run_dir / FILE_NAME, current)
     return [f"environment changed: {change}" for change in changes]
 
 

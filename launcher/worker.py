@@ -106,8 +106,8 @@ def find_attempt(stack: ExitStack, start: Start, control: Control) -> Path:
                 if start.env.node == 0:  # checkpoints lie on the first node
                     check_checkpoint(start.command.config)
             folder = Path(given) if given else open_attempt(run_dir, start.command.config)
-            strict = start.command.strict_environment
-            changes = record_environment(run_dir, folder, start.fingerprint, strict, config_file)
+            strict, dry_run = start.command.strict_environment, start.command.config.dry_run
+            changes = record_environment(run_dir, folder, start.fingerprint, strict, config_file, dry_run)
             if given is None:
                 keep_config(run_dir, start.command.config, config_file)
         except LauncherError:

@@ -142,6 +142,18 @@ def test_a_second_attempt_lists_what_changed(tmp_path: Path) -> None:
     assert read_fingerprint(tmp_path)["torch.git"] == "1" * 40
 
 
+def test_a_dry_run_does_not_use_up_a_change(tmp_path: Path) -> None:
+    attempt, other = tmp_path / "attempts/2", BUILD | {"torch.git": "1" * 40}
+    attempt.mkdir(parents=True)
+    record_environment(tmp_path, tmp_path, BUILD, strict=False)
+    assert len(record_environment(tmp_path, attempt, other, strict=False, dry_run=True)) == 1
+    assert (read_fingerprint(tmp_path), read_fingerprint(attempt)) == (BUILD, other)
+    with pytest.raises(UserError, match="another build"):
+        check_environment(tmp_path, other, strict=True)
+    assert len(record_environment(tmp_path, attempt, other, strict=False)) == 1
+    check_environment(tmp_path, other, strict=True)
+
+
 def test_strict_refuses_and_keeps_the_old_record(tmp_path: Path) -> None:
     record_environment(tmp_path, tmp_path, BUILD, strict=True)
     with pytest.raises(UserError, match="another build") as refused:

@@ -14,7 +14,7 @@ import pytest
 from launcher.cli import Command, parse
 from launcher.config import Config
 from launcher.control import Control
-from launcher.environment import LOCK_NAME, check_lock, write_fingerprint
+from launcher.environment import LOCK_NAME, check_lock, read_fingerprint, write_fingerprint
 from launcher.errors import RetryableError, UserError
 from launcher.outcome import STATUS_VARIABLE, finished_status, report, report_alone
 from launcher.run_folder import ATTEMPT_VARIABLE, keep_config, open_attempt
@@ -36,6 +36,18 @@ def test_a_dry_run_is_no_part_of_the_run(tmp_path: Path) -> None:
     attempt = open_attempt(tmp_path, parse(["--preset=tiny", "--dry-run", "--seed=2"]).config)
     copy = parse(["--config", str(attempt / "config.toml")]).config
     assert copy.dry_run and copy.train.seed == 2, "the attempt's own copy is what was started"
+
+
+@pytest.mark.parametrize("dry_run", [True, False])
+def test_under_torchrun_a_dry_run_leaves_the_environment_of_the_run(
+    dry_run: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(ATTEMPT_VARIABLE, raising=False)
+    write_fingerprint(tmp_path / "environment.json", {"torch": "1"})
+    config = config_of(tmp_path).model_copy(update={"dry_run": dry_run})
+    attempt = open_with(config, Control("127.0.0.1", 0, "test", serve=True))
+    assert read_fingerprint(tmp_path) == ({"torch": "1"} if dry_run else {})
+    assert read_fingerprint(attempt) == {}, "of the start itself"
 
 
 def test_opening_an_attempt_leaves_the_runs_config_alone(tmp_path: Path) -> None:
