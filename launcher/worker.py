@@ -25,6 +25,7 @@ from launcher.run_folder import ATTEMPT_VARIABLE, keep_config, lock_run, make_ru
 from launcher.runtime import Device, RankEnv, connect, point_traces, prepare_environment, set_threads
 from launcher.signal_inbox import catch_signals
 from launcher.split_choice import Choice, agree_on_split, choose_split, load_rates
+from launcher.start_notices import announce_start, attempt_key
 from launcher.started_as import STARTED_AS, under_torchrun
 from launcher.topology import RoleName, Topology, build_topology
 
@@ -124,10 +125,6 @@ def find_attempt(stack: ExitStack, start: Start, control: Control) -> Path:
     return Path(attempt["folder"])
 
 
-def attempt_key(env: RankEnv) -> str:
-    return f"attempt/{env.node}"
-
-
 def play(stack: ExitStack, start: Start, control: Control, attempt_dir: Path) -> NoReturn:
     """Join the others, play the role, report the end. From here on every failure reaches every rank."""
     from launcher.journal import Journal
@@ -188,20 +185,6 @@ def join(
         start.rates_folder,
         start.choice.guessed,
     )
-
-
-def announce_start(start: Start, control: Control, attempt_dir: Path, journal: Journal) -> None:
-    """What the user should know of this start, and where it writes."""
-    env, nodes = start.env, start.topology.nodes
-    where = f"{start.topology.split} on {start.device.kind}, logs in {attempt_dir}"
-    for notice in control.get(attempt_key(env))["notices"]:
-        journal.announce(notice)
-    if start.choice.why:
-        journal.announce(start.choice.why)
-    if env.node and env.local_rank == 0:
-        rest = "node 0 shows progress and keeps checkpoints"
-        journal.announce(f"node {env.node} of {nodes}, {where}; {rest}", every_rank=True)
-    journal.announce(f"run folder {start.command.config.runtime.run_dir}, {where}")
 
 
 def play_role(rank: Rank) -> str:
