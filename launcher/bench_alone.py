@@ -5,14 +5,17 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable
 from dataclasses import dataclass
+from statistics import mean
 
 import torch
 import torch.distributed as dist
 from torch.distributed import DeviceMesh
 
+from launcher.bench_timing import matmul_rate
 from launcher.config import Config
 from launcher.data import PackedRows, prepare_rows, row_order
 from launcher.meter import Clock, seconds_between
+from launcher.packing import Row
 from launcher.rank import Models, compute_dtype, describe_models, to_compute
 from launcher.row_layout import RowLayout
 from launcher.step_factory import StepFactory
@@ -25,12 +28,16 @@ WARM_UP = 3
 
 @dataclass(frozen=True)
 class Alone:
-    """Rows per second of each side."""
+    """Rows per second of each side, and of matrix products in its precision the operations per second."""
 
     target_rows: float
     drafter_rows: float
     gpu: str
     torch: str
+    target_matmul: float
+    drafter_matmul: float
+    visible: float
+    """Mean tokens of its document that a token sees, itself among them."""
 
 
 def measure_alone(config: Config, rows: int) -> Alone:
@@ -44,9 +51,13 @@ def measure_alone(config: Config, rows: int) -> Alone:
     models = describe_models(config)
     packed = prepare_rows(config.data, models.tokenizer, user_cache())
     gpu = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
+    number = "float32" if models.layout.dtype == torch.float32 else "bf16"
+    target_rate, drafter_rate = (matmul_rate(device.type, precision) for precision in (number, config.train.precision))
     target = target_alone(config, models, packed, device, rows)
     gc.collect()
-    return Alone(target, drafter_alone(config, models, packed, device, rows), gpu, torch.__version__)
+    drafter = drafter_alone(config, models, packed, device, rows)
+    seen = mean(float(_row(packed, config.train.seed, WARM_UP + index).positions.mean()) + 1 for index in range(rows))
+    return Alone(target, drafter, gpu, torch.__version__, target_rate, drafter_rate, seen)
 
 
 def target_alone(config: Config, models: Models, packed: PackedRows, device: torch.device, rows: int) -> float:
@@ -89,7 +100,11 @@ def drafter_alone(config: Config, models: Models, packed: PackedRows, device: to
 
 
 def _fill(layout: RowLayout, buffer: torch.Tensor, packed: PackedRows, seed: int, index: int) -> None:
-    layout.write(buffer, packed.row(row_order(len(packed), seed, index)))
+    layout.write(buffer, _row(packed, seed, index))
+
+
+def _row(packed: PackedRows, seed: int, index: int) -> Row:
+    return packed.row(row_order(len(packed), seed, index))
 
 
 def _rate(run: Callable[[int], None], device: torch.device, rows: int) -> float:

@@ -16,10 +16,14 @@ import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import mean
 from typing import TYPE_CHECKING, Any
 
 from launcher.config import Config, for_device, to_toml, validate
 from launcher.errors import LauncherError
+from launcher.plan_shapes import RunShape, run_shape, step_shape
+from launcher.run_record import read_run
+from launcher.work_model import datasheet, step_work
 
 if TYPE_CHECKING:
     from launcher.bench_alone import Alone
@@ -58,9 +62,10 @@ def bench_pipeline(options: PipelineOptions, folder: Path, measure: Callable[[Co
     Raises:
         LauncherError: the run failed; shows its last lines.
     """
-    config = pipeline_config(options, folder)
-    run = rates_of_run(run_launcher(config, folder))
-    alone = measure(for_device(config, options.device), min(ALONE_ROWS, options.steps))
+    config = for_device(pipeline_config(options, folder), options.device)
+    steps = run_launcher(config, folder)
+    run, memory = rates_of_run(steps), read_run(config.runtime.run_dir).memory
+    alone = measure(config, min(ALONE_ROWS, options.steps))
     slower = min(alone.target_rows, alone.drafter_rows)
     return {
         **asdict(options),
@@ -70,11 +75,43 @@ def bench_pipeline(options: PipelineOptions, folder: Path, measure: Callable[[Co
         "target_alone": round(alone.target_rows, 3),
         "drafter_alone": round(alone.drafter_rows, 3),
         "share_of_slower": round(run["rows_per_s"] / slower, 4),
+        "sides": sides_alone(run_shape(config), alone, round(mean(step["blocks"] for step in steps))),
+        "peak_gb": {
+            role: round(max((sample.gpu or 0 for sample in memory if sample.role == role), default=0) / 1e9, 3)
+            for role in ("target", "drafter")
+        },
+    }
+
+
+def sides_alone(shape: RunShape, alone: Alone, blocks: int) -> dict[str, dict[str, float | None]]:
+    """TFLOP/s of each side's useful work alone, and its shares of what the GPU's matrix products reach.
+
+    Args:
+        blocks: of a row, by the mean; anchors that a row has no place for are no useful work.
+    """
+    step = step_work(step_shape(shape.drafter, shape.context, blocks, alone.visible))
+    target = alone.target_rows * shape.target.operations(shape.context, alone.visible)
+    number = "float32" if shape.itemsize == 4 else "bf16"
+    return {
+        "target": _shares(target, alone.target_matmul, datasheet(alone.gpu, number)),
+        "drafter": _shares(
+            alone.drafter_rows * step.total, alone.drafter_matmul, datasheet(alone.gpu, shape.precision)
+        ),
+    }
+
+
+def _shares(rate: float, matmul: float, sheet: float | None) -> dict[str, float | None]:
+    return {
+        "tflops": round(rate / 1e12, 6),
+        "matmul_tflops": round(matmul / 1e12, 6),
+        "share_of_matmul": round(rate / matmul, 4),
+        "share_of_datasheet": None if sheet is None else round(rate / 1e12 / sheet, 4),
     }
 
 
 def pipeline_table(report: dict[str, Any]) -> str:
     """The report for people."""
+    sides = "; ".join(_side_line(role, side) for role, side in report["sides"].items())
     return (
         f"{report['gpu']}{' shared' if report['shared'] else ''}, torch {report['torch']}, {report['precision']}:"
         f" {report['shape']}, {report['context']}-token rows, {report['anchors']} anchors, 1t+1d,"
@@ -82,7 +119,17 @@ def pipeline_table(report: dict[str, Any]) -> str:
         f"run {report['rows_per_s']:.3g} rows/s; target alone {report['target_alone']:.3g}, drafter alone"
         f" {report['drafter_alone']:.3g}: {report['share_of_slower']:.1%} of the slower side\n"
         f"the drafter waited {report['data_wait']:.1%} of the time, the target {report['target_wait']:.1%};"
-        f" {report['rows_ready']:.1f} rows on their way when one was asked for"
+        f" {report['rows_ready']:.1f} rows on their way when one was asked for\n"
+        f"alone: {sides}; GPU memory in use in the run at most {report['peak_gb']['target']:.1f} GB (target),"
+        f" {report['peak_gb']['drafter']:.1f} GB (drafter)"
+    )
+
+
+def _side_line(role: str, side: dict[str, Any]) -> str:
+    sheet = side["share_of_datasheet"]
+    return (
+        f"{role} {side['tflops']:.4g} TFLOP/s of useful work, {side['share_of_matmul']:.0%} of the measured"
+        f" {side['matmul_tflops']:.4g}" + (f", {sheet:.0%} of the datasheet" if sheet else "")
     )
 
 

@@ -12,6 +12,8 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from itertools import pairwise
+from statistics import mean, median
 from typing import Any
 
 import torch
@@ -24,6 +26,7 @@ from launcher.meter import Clock, seconds_between
 from launcher.row_layout import RowLayout
 from launcher.transfer import RowReceiver, RowSender
 from launcher.transport_choice import make_transport
+from launcher.work_model import find_gpu
 
 LIMIT = 120.0
 WARM_UP = 5
@@ -67,16 +70,19 @@ def bench_transfer(options: TransferOptions) -> dict[str, Any]:
     control = Control("127.0.0.1", 0, "bench", serve=True)
     mp.spawn(_rank, (control.server.port, options), nprocs=2)
     bare, behind, compute = control.get("bare"), control.get("behind"), control.get("compute")
+    gpu = torch.cuda.get_device_name() if options.device == "cuda" else "cpu"
     size = options.layout.nbytes
     return {
-        "device": torch.cuda.get_device_name() if options.device == "cuda" else "cpu",
+        "device": gpu,
         "torch": torch.__version__,
         "backend": options.backend,
         "way": control.get("way"),
         **asdict(options),
         "row_mb": round(size / 1e6, 3),
         "row_ms": round(bare * 1e3, 3),
+        "row_median_ms": round(control.get("median") * 1e3, 3),
         "gbs": round(size / bare / 1e9, 3),
+        **share_of_link(gpu, options.backend, size / bare),
         "rows_per_s": round(1 / bare, 1),
         "compute_ms": round(compute * 1e3, 3),
         "wait_ms_behind_compute": round(behind * 1e3, 3),
@@ -84,12 +90,26 @@ def bench_transfer(options: TransferOptions) -> dict[str, Any]:
     }
 
 
+def share_of_link(gpu: str, backend: str, rate: float) -> dict[str, float | None]:
+    """The link between two GPUs by its datasheet, and the share that `rate` bytes per second are of it.
+
+    None where the GPU is not known, or rows do not leave it.
+    """
+    sheet = find_gpu(gpu) if backend == "nccl" else None
+    if sheet is None:
+        return {"link_gbs": None, "share_of_link": None}
+    return {"link_gbs": sheet.link_gbs, "share_of_link": round(rate / 1e9 / sheet.link_gbs, 4)}
+
+
 def transfer_table(report: dict[str, Any]) -> str:
     """The report for people."""
+    link = report["link_gbs"]
+    share = f" ({report['share_of_link']:.0%} of the link's datasheet, {link:.0f})" if link else ""
     return (
         f"{report['device']}, torch {report['torch']}, {report['way']}"
         f"{' on one GPU' if report['shared'] else ''}: rows of {report['row_mb']:.1f} MB\n"
-        f"bare: {report['row_ms']:.2f} ms a row, {report['gbs']:.2f} GB/s, {report['rows_per_s']:.0f} rows/s\n"
+        f"bare: {report['row_ms']:.2f} ms a row (median {report['row_median_ms']:.2f}), {report['gbs']:.2f} GB/s"
+        f"{share}, {report['rows_per_s']:.0f} rows/s\n"
         f"behind {report['compute_ms']:.1f} ms of compute a row: {report['wait_ms_behind_compute']:.2f} ms of waiting"
         f" ({report['hidden']:.0%} hidden)"
     )
@@ -130,18 +150,24 @@ def _receive(options: TransferOptions, device: torch.device, control: Control) -
     transport = make_transport(options.backend, dist.group.WORLD, device, LIMIT, control)
     receiver = RowReceiver(options.layout, lambda index: 0, device, transport, control, _Patience())
     count = WARM_UP + options.rows
-    whole, _ = _take_rows(receiver, Clock(device), range(count), lambda: None)
+    whole, middle, _ = _take_rows(receiver, Clock(device), range(count), lambda: None)
     control.set("bare", whole)
+    control.set("median", middle)
     compute = _busy(device, COMPUTE * whole)
-    _, waits = _take_rows(receiver, Clock(device), range(count, 2 * count), compute)
+    *_, waits = _take_rows(receiver, Clock(device), range(count, 2 * count), compute)
     receiver.close()
     control.set("way", transport.way)
     control.set("compute", COMPUTE * whole)
     control.set("behind", waits)
 
 
-def _take_rows(receiver: RowReceiver, clock: Clock, indices: range, compute: Callable[[], None]) -> tuple[float, float]:
-    """(seconds of a row, seconds waited for it), means after the warm-up, on the device's own clock."""
+def _take_rows(
+    receiver: RowReceiver, clock: Clock, indices: range, compute: Callable[[], None]
+) -> tuple[float, float, float]:
+    """Seconds of a row by mean and by median, and mean seconds waited for it, after the warm-up, on the device's clock.
+
+    Rates go by the mean: of several rows in flight some come at once, and the median leaves the wait for those out.
+    """
     marks = []
     for index in indices:
         before = clock.mark()
@@ -150,8 +176,9 @@ def _take_rows(receiver: RowReceiver, clock: Clock, indices: range, compute: Cal
         receiver.prefetch(range(index + 1, min(index + 3, indices.stop)))
         compute()
     counted = marks[WARM_UP:]
-    whole = seconds_between(counted[0][0], counted[-1][1]) / len(counted)
-    return whole, sum(seconds_between(*pair) for pair in counted) / len(counted)
+    ends = [marks[WARM_UP - 1][1], *(end for _, end in counted)]
+    periods = [seconds_between(*pair) for pair in pairwise(ends)]
+    return mean(periods), median(periods), mean(seconds_between(*pair) for pair in counted)
 
 
 def _busy(device: torch.device, seconds: float) -> Callable[[], None]:

@@ -135,6 +135,6 @@ def _is_named(gpu: Gpu, words: set[str]) -> bool:
 
 
 def datasheet(gpu: str, precision: str) -> float | None:
-    """Datasheet TFLOP/s of a GPU's dense matrix units, if it is known."""
+    """Datasheet TFLOP/s of a GPU's dense matrix units, if it is known; None for float32, which does not use them."""
     sheet = find_gpu(gpu)
-    return None if sheet is None else sheet.tflops(precision)
+    return None if sheet is None or precision == "float32" else sheet.tflops(precision)

@@ -47,7 +47,7 @@ def test_bytes_of_the_update_and_datasheets() -> None:
     assert update_bytes(10) == 280
     assert datasheet("NVIDIA H200", "bf16") == 989.0
     assert datasheet("NVIDIA H200", "float8") == 1979.0
-    assert datasheet("cpu", "bf16") is None
+    assert datasheet("cpu", "bf16") is None and datasheet("NVIDIA H200", "float32") is None
 
 
 @pytest.mark.parametrize(
@@ -109,6 +109,9 @@ def test_target_bench_runs_on_cpu(attention: str, capsys: pytest.CaptureFixture[
     assert report["layers"] == {"stock eager": 8, "ours eager": 6, "ours compiled": 6}
     assert report["tokens_per_s"] == pytest.approx(96e3 / report["parts_ms"]["ours compiled"], rel=0.01)
     assert 0 <= report["feature_error"] < 1e-4
+    over = {way: report["parts_ms"][way] - report["floor_ms"][way] for way in ways}
+    assert report["furthest"] == max(over, key=over.__getitem__)
+    assert f"furthest from its floor: {report['furthest']}" in target_table(report)
     assert all(way in target_table(report) for way in ways)
 
 
