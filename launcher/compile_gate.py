@@ -11,15 +11,16 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
+from typing import TypeVar
 
 from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 from torch._dynamo.utils import counters
 
 from launcher.barrier import OrderedTurns, Turn
 from launcher.compile_proof import UNCOMPILED, Proof, ProofError, examine
-from launcher.compile_report import Stopwatch, TurnBook, TurnReport
+from launcher.compile_report import AnyProof, Stopwatch, TurnBook, TurnReport
 from launcher.drafter_step import DrafterStep
 from launcher.errors import ExitCode
 from launcher.outcome import failure_code
@@ -28,6 +29,7 @@ from models.draft_step import RowBatch
 from models.target_files import first_line
 
 log = logging.getLogger("launcher")
+P = TypeVar("P", bound=AnyProof)
 
 ADVICE = (
     "look for suppressed compile errors (suppress_errors, error_on_nested_fx_trace), recompile limits, or a changed"
@@ -63,35 +65,62 @@ def pass_gate(
         watch.lap("wait")
         counters.clear()
         run_step = partial(run_once, step, batch, accumulation)
-        proof, failure, undone = Proof(step.forward.backend), None, "the step did not run"
-        try:
-            compile_with(run_step, watch)
-            cache, undone = cache_counts(), "the proof did not end"
-            turn.pass_on()
-            proof = examine(step, batch, accumulation, run_step, fewest_graphs(step))
-            watch.lap("proof")
-        except Exception as error:  # raised below, once the report is written
-            failure, cache = error, cache_counts()
-            cause = cause_of(error)
-            proof = replace(proof, missing=(f"{undone}: {type(cause).__name__}: {first_line(cause)}",))
-        report = _report(turn, watch, cache, proof)
+        proof, cache, failure = compile_and_prove(
+            turn,
+            watch,
+            run_step,
+            lambda: examine(step, batch, accumulation, run_step, fewest_graphs(step)),
+            Proof(step.forward.backend),
+            "the step did not run",
+        )
+        report = TurnReport.of(turn.rank, "drafter", turn, watch.laps, cache, proof)
         book.add(report)
-        announce(report.line(turn.place, turn.count, proof))
+        announce(report.line(turn, proof))
         _judge(proof, failure)
     return report
 
 
-def compile_with(run: Callable[[], object], watch: Stopwatch) -> None:
-    """Run for the first time what is to be compiled, and note what of that was tracing and compiling."""
-    before = compiler_seconds()
-    run()
-    watch.lap("run", {part: seconds - before[part] for part, seconds in compiler_seconds().items()})
+def compile_and_prove(
+    turn: Turn, watch: Stopwatch, run: Callable[[], object], prove: Callable[[], P], unproved: P, undone: str
+) -> tuple[P, tuple[int, int], Exception | None]:
+    """Run for the first time what is to be compiled, pass the turn on, prove it.
+
+    Args:
+        watch: gets what of the run was tracing and compiling, and the proof.
+        unproved: the proof where nothing is shown.
+        undone: what is missing if `run` raises.
+
+    Returns:
+        The proof, hits and misses of the caches, and the error that ended it, to be raised once the turn is reported.
+    """
+    try:
+        before = compiler_seconds()
+        run()
+        watch.lap("run", {part: seconds - before[part] for part, seconds in compiler_seconds().items()})
+        cache, undone = cache_counts(), "the proof did not end"
+        turn.pass_on()
+        proof = prove()
+        watch.lap("proof")
+        return proof, cache, None
+    except Exception as error:  # for the caller to raise
+        cause = cause_of(error)
+        missing = (f"{undone}: {type(cause).__name__}: {first_line(cause)}",)
+        return replace(unproved, missing=missing), cache_counts(), error
 
 
 def cause_of(error: Exception) -> Exception:
     """What a backend ran into, which torch wraps; else the error itself."""
     inner = getattr(error, "inner_exception", None)
     return inner if isinstance(inner, Exception) else error
+
+
+def raise_unless_uncompilable(failure: Exception) -> None:
+    """Raise what says nothing about what was to be compiled; what is left is that it does not compile."""
+    cause = cause_of(failure)
+    if cause is not failure and failure_code(cause) is ExitCode.RETRY:  # no memory, or no room on a disk
+        raise cause from failure
+    if not isinstance(failure, TorchDynamoException | FailOnRecompileLimitHit):
+        raise failure
 
 
 def run_once(step: DrafterStep, batch: RowBatch, accumulation: int) -> None:
@@ -124,30 +153,10 @@ def cache_counts() -> tuple[int, int]:
 def _judge(proof: Proof, failure: Exception | None) -> None:
     """Raise for what is missing; compiling that the user turned off is reported, not proved."""
     if failure is not None:
-        cause = cause_of(failure)
-        if cause is not failure and failure_code(cause) is ExitCode.RETRY:
-            raise cause from failure  # no memory, or no room on a disk: that says nothing about the step
-        if not isinstance(failure, TorchDynamoException | FailOnRecompileLimitHit):
-            raise failure
+        raise_unless_uncompilable(failure)
     missing = proof.missing
     if missing and os.environ.get("TORCHDYNAMO_DISABLE") == "1" and proof.backend == "sdpa":
         log.warning("the training step runs uncompiled and unproved: TORCHDYNAMO_DISABLE is set")
         missing = tuple(phrase for phrase in missing if UNCOMPILED not in phrase)
     if missing:
         raise ProofError("; ".join(missing), ADVICE) from failure
-
-
-def _report(turn: Turn, watch: Stopwatch, cache: tuple[int, int], proof: Proof) -> TurnReport:
-    seconds = round(turn.seconds, 3)
-    return TurnReport(
-        turn.rank,
-        "drafter",
-        turn.start,
-        turn.start + seconds,
-        seconds,
-        dict(watch.laps),
-        *cache,
-        proof.peak_bytes,
-        asdict(proof),
-        not proof.missing,
-    )

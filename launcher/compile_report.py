@@ -9,14 +9,26 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import Any, ClassVar, Protocol
 
-from launcher.compile_proof import Proof
+from launcher.barrier import Turn
 from launcher.control import Control
 from launcher.errors import RetryableError
 from launcher.whole_files import write_whole
 
 log = logging.getLogger("launcher")
+
+
+class AnyProof(Protocol):
+    """What a turn of either role showed: a dataclass, of which these are looked at here."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+    @property
+    def peak_bytes(self) -> int: ...
+    @property
+    def missing(self) -> tuple[str, ...]: ...
+    def line(self) -> str: ...
 
 
 @dataclass(frozen=True)
@@ -41,10 +53,20 @@ class TurnReport:
     proof: dict[str, Any]
     verified: bool
 
-    def line(self, place: int, count: int, proof: Proof) -> str:
+    @classmethod
+    def of(
+        cls, rank: int, role: str, turn: Turn, parts: Mapping[str, float], cache: tuple[int, int], proof: AnyProof
+    ) -> TurnReport:
+        """The entry of a turn; `cache`: hits and misses."""
+        seconds, verified = round(turn.seconds, 3), not proof.missing
+        times = (turn.start, turn.start + seconds, seconds)
+        return cls(rank, role, *times, dict(parts), *cache, proof.peak_bytes, asdict(proof), verified)
+
+    def line(self, turn: Turn, proof: AnyProof) -> str:
         """One line for the console."""
         cache = f"{self.cache_hits} cache hits" + (f", {self.cache_misses} misses" if self.cache_misses else "")
-        return f"compile {place + 1}/{count} rank {self.rank} {self.seconds:.1f} s ({cache})  {proof.line()}"
+        what = "compile" if self.role == "drafter" else f"compile {self.role}"
+        return f"{what} {turn.place + 1}/{turn.count} rank {self.rank} {self.seconds:.1f} s ({cache})  {proof.line()}"
 
 
 class Stopwatch:

@@ -8,18 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
-from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 from torch._dynamo.utils import counters
 
 from launcher.barrier import Turn
-from launcher.compile_gate import ADVICE, cache_counts, cause_of, compile_with
+from launcher.compile_gate import ADVICE, cause_of, compile_and_prove, raise_unless_uncompilable
 from launcher.compile_proof import ProofError, break_problems, launches, watch_step
 from launcher.compile_report import Stopwatch, TurnReport
-from launcher.errors import ExitCode
-from launcher.outcome import failure_code
 from launcher.recompiles import graphs_compiled
 from models.draft_step import RowBatch
 from models.target import TappedTarget, token_errors
@@ -82,6 +79,11 @@ def pass_target_gate(
         ProofError: the target does not compile, or is not what it should be; the message says what was missing. Other
             errors of the target are raised as they are. The turn is recorded before.
     """
+
+    def compile_and_run() -> None:
+        target.compile_layers()
+        run_row()
+
     watch = Stopwatch()
     with target.stock_attention():
         expected = run_row()
@@ -89,21 +91,16 @@ def pass_target_gate(
     with turn_of as turn:
         watch.lap("wait")
         counters.clear()
-        proof, failure, undone = TargetProof(_attention(target)), None, "the target's layers did not run"
-        try:
-            target.compile_layers()
-            compile_with(run_row, watch)
-            cache, undone = cache_counts(), "the proof did not end"
-            turn.pass_on()
-            proof = examine(target, expected, run_row)
-            watch.lap("proof")
-        except Exception as error:  # raised below, once the turn is recorded
-            failure, cache, cause = error, cache_counts(), cause_of(error)
-            proof = replace(proof, missing=(f"{undone}: {type(cause).__name__}: {first_line(cause)}",))
-        report = _report(rank, turn, watch, cache, proof)
-        hits = f"{cache[0]} cache hits" + (f", {cache[1]} misses" if cache[1] else "")
-        where = f"{turn.place + 1}/{turn.count} rank {rank}"
-        announce(f"compile target {where} {report.seconds:.1f} s ({hits})  {proof.line()}")
+        proof, cache, failure = compile_and_prove(
+            turn,
+            watch,
+            compile_and_run,
+            lambda: examine(target, expected, run_row),
+            TargetProof(_attention(target)),
+            "the target's layers did not run",
+        )
+        report = TurnReport.of(rank, "target", turn, watch.laps, cache, proof)
+        announce(report.line(turn, proof))
         record(report)
         _judge(proof, failure)
     return report
@@ -113,37 +110,17 @@ def _attention(target: TappedTarget) -> str:
     return "flex" if target.packed else "sdpa"
 
 
-def _report(rank: int, turn: Turn, watch: Stopwatch, cache: tuple[int, int], proof: TargetProof) -> TurnReport:
-    seconds = round(turn.seconds, 3)
-    return TurnReport(
-        rank,
-        "target",
-        turn.start,
-        turn.start + seconds,
-        seconds,
-        dict(watch.laps),
-        *cache,
-        proof.peak_bytes,
-        asdict(proof),
-        not proof.missing,
-    )
-
-
 def _judge(proof: TargetProof, failure: Exception | None) -> None:
     """Raise for what is missing; for layers that do not compile, with the way out."""
-    if failure is None:
-        if proof.missing:
-            raise ProofError("; ".join(proof.missing), ADVICE)
-        return
-    cause = cause_of(failure)
-    if cause is not failure and failure_code(cause) is ExitCode.RETRY:
-        raise cause from failure  # no memory, or no room on a disk: that says nothing about the target
-    if not isinstance(failure, TorchDynamoException | FailOnRecompileLimitHit):
-        raise failure
-    raise ProofError(
-        f"the target's layers do not compile: {type(cause).__name__}: {first_line(cause)}",
-        "set target.compile=false and target.attention=sdpa for this target, or choose another one",
-    ) from failure
+    if failure is not None:
+        raise_unless_uncompilable(failure)
+        cause = cause_of(failure)
+        raise ProofError(
+            f"the target's layers do not compile: {type(cause).__name__}: {first_line(cause)}",
+            "set target.compile=false and target.attention=sdpa for this target, or choose another one",
+        ) from failure
+    if proof.missing:
+        raise ProofError("; ".join(proof.missing), ADVICE)
 
 
 def examine(target: TappedTarget, expected: RowBatch, run_row: Callable[[], RowBatch]) -> TargetProof:
