@@ -30,8 +30,8 @@ class Calibration:
             return None
         self._done = True
         rank, split = self._rank, self._rank.topology.split
-        if rank.leads_drafters and rank.rates_folder is not None:
-            save_rates(rank.rates_folder, rank.config, rank.device.ranks, rank.topology.nodes, rates)
+        if rank.leads_drafters and rank.cache_folder is not None:
+            save_rates(rank.cache_folder, rank.config, rank.device.ranks, rank.topology.nodes, rates)
         best = best_split(split.ranks, rates, split.target_tp)
         if not rank.split_is_guess or not is_clearly_better(best, split, rates):
             return None

@@ -45,7 +45,7 @@ class Rank:
     groups: Groups
     journal: Journal
     memory: MemoryWatcher
-    rates_folder: Path | None
+    cache_folder: Path | None
     """The compile cache, where measured rates are kept too; None if it is private."""
     split_is_guess: bool
     """Whether the split was chosen before anything was measured."""

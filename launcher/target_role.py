@@ -47,8 +47,8 @@ def run_target(rank: Rank, drafter_turns: OrderedTurns, target_turns: OrderedTur
             target_turns.join()
     if config.dry_run:
         return
-    if rank.leads_node and rank.rates_folder is not None:  # the compile cache
-        list_files_soon(rank.rates_folder)
+    if rank.leads_node and rank.cache_folder is not None:
+        list_files_soon(rank.cache_folder)
     schedule = agree_schedule(rank)
     evaluations = evaluation_steps(config.eval, schedule)
     for step in range(schedule.start_step, schedule.last_step + 1):

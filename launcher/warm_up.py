@@ -10,13 +10,16 @@ import gc
 import os
 from importlib import import_module
 from importlib.util import find_spec
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
 
+from launcher.row_layout import RowLayout
 from models.dflash import DFlashConfig, DFlashDrafter
-from models.draft_step import DraftForward, FrozenEnds, RowBatch
+from models.draft_step import DraftForward, FrozenEnds
 from models.masks import tile_tables
+from models.shapes import SHAPES
 
 # Imported by torch with the first compile, and these import the rest.
 COMPILER = (
@@ -49,24 +52,7 @@ GPU = (
     "models.loss_kernels",
     "models.master_kernels",
 )
-# The drafter of the rehearsal and its row.
-TINY = DFlashConfig(
-    hidden_size=64,
-    intermediate_size=64,
-    num_layers=1,
-    num_heads=2,
-    num_kv_heads=1,
-    head_dim=32,
-    rms_norm_eps=1e-6,
-    rope_theta=1e4,
-    rope_parameters=None,
-    vocab_size=128,
-    max_position_embeddings=128,
-    block_size=4,
-    mask_token_id=0,
-    target_layer_ids=(0,),
-    num_target_layers=2,
-)
+# Tokens of the rehearsal's row.
 ROW_LENGTH = 32
 
 
@@ -122,22 +108,17 @@ def rehearse_tracing(flex: bool) -> None:
     Args:
         flex: also what makes FlexAttention's tables of tiles.
     """
-    drafter = DFlashDrafter(TINY)
+    config = DFlashConfig.from_target(SimpleNamespace(**SHAPES["tiny"]), layers=1, block_size=4, mask_token_id=0)
+    drafter = DFlashDrafter(config)
     drafter.compile_layers("eager")
-    table_VH = torch.zeros(TINY.vocab_size, TINY.hidden_size)
-    doc_S = torch.zeros(ROW_LENGTH, dtype=torch.int32)
-    row = RowBatch(
-        index=0,
-        features=torch.zeros(ROW_LENGTH, len(TINY.target_layer_ids) * TINY.hidden_size),
-        ids=torch.zeros(ROW_LENGTH, dtype=torch.int64),
-        loss_mask=torch.ones(ROW_LENGTH, dtype=torch.bool),
-        doc=doc_S,
-        positions=torch.arange(ROW_LENGTH),
-    )
+    layout = RowLayout(ROW_LENGTH, len(config.target_layer_ids) * config.hidden_size, torch.float32)
+    buffer = layout.buffer(torch.device("cpu"))
+    layout.loss_mask(buffer).fill_(1)
+    row, table_VH = layout.batch(0, buffer), torch.zeros(config.vocab_size, config.hidden_size)
     step = DraftForward(drafter, FrozenEnds(table_VH, table_VH), anchors=2, backend="sdpa")
     step(row).loss.backward()
     if flex:
         make_tables = torch.compile(tile_tables, backend="eager", dynamic=False, fullgraph=True)
         anchors = step.block_inputs(row).anchors
-        make_tables(anchors.position_N, anchors.keep_N, doc_S, TINY.block_size)
+        make_tables(anchors.position_N, anchors.keep_N, row.doc, config.block_size)
     torch._dynamo.reset()

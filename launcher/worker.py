@@ -48,7 +48,7 @@ class Start:
     fingerprint: Fingerprint
     notices: tuple[str, ...]
     choice: Choice
-    rates_folder: Path | None
+    cache_folder: Path | None
 
 
 def run_rank(command: Command) -> NoReturn:
@@ -82,11 +82,11 @@ def prepare(stack: ExitStack, command: Command, env: RankEnv) -> Start:
     os.environ.update(cache.environment)
     if env.local_rank == 0:
         stack.callback(cache.close)
-    rates_folder = None if cache.private else cache.folder
-    rates = load_rates(rates_folder, config, device.ranks, env.nodes)
+    cache_folder = None if cache.private else cache.folder
+    rates = load_rates(cache_folder, config, device.ranks, env.nodes)
     choice = choose_split(config, env.local_world_size, rates, fingerprint.get("gpu"))
     settled, topology = replace(command, config=config), build_topology(choice.split, env.nodes)
-    return Start(settled, env, topology, device, fingerprint, (*cache.notices, *grown), choice, rates_folder)
+    return Start(settled, env, topology, device, fingerprint, (*cache.notices, *grown), choice, cache_folder)
 
 
 def agree(start: Start, control: Control) -> Start:
@@ -182,7 +182,7 @@ def join(
         groups,
         journal,
         memory,
-        start.rates_folder,
+        start.cache_folder,
         start.choice.guessed,
     )
 

@@ -150,7 +150,7 @@ class Rank(SimpleNamespace):
             topology=SimpleNamespace(split=split, nodes=1),
             device=Device("cuda", "GPU-0", ranks=2),
             leads_drafters=leads,
-            rates_folder=folder,
+            cache_folder=folder,
             split_is_guess=guess,
             attempt_dir=folder,
             journal=SimpleNamespace(announce=self.lines.append),
