@@ -21,6 +21,7 @@ import psutil
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from launcher.fingerprint import Fingerprint
+from launcher.whole_files import sync
 
 MANIFEST = "manifest.json"
 IN_USE = "in-use.lock"
@@ -77,12 +78,14 @@ def read_manifest(folder: Path) -> Manifest:
 def write_manifest(folder: Path, manifest: Manifest, create: bool = False) -> None:
     """Write it whole or not at all; with `create` an existing one stays, whoever was first."""
     temporary = folder / f".{MANIFEST}.{os.getpid()}-{threading.get_ident()}.tmp"
-    temporary.write_text(manifest.model_dump_json() + "\n")
     try:
+        temporary.write_text(manifest.model_dump_json() + "\n")
+        sync(temporary)
         if create:
             os.link(temporary, folder / MANIFEST)
         else:
             os.replace(temporary, folder / MANIFEST)
+        sync(folder)
     except FileExistsError:
         pass  # another rank or run made it at the same time
     finally:

@@ -12,8 +12,8 @@ from typing import Any
 
 from launcher.errors import UserError
 from launcher.manifest import FILE_NAME as MANIFEST
-from launcher.manifest import problems_of, read_manifest, sync_folder, write_durably
-from launcher.whole_files import aside_of
+from launcher.manifest import problems_of, read_manifest, write_durably
+from launcher.whole_files import aside_of, sync
 
 POINTER = "latest"
 EXTRA = "extra.json"
@@ -68,17 +68,17 @@ def point_to(folder: Path) -> None:
     temporary = folder.parent / f"{POINTER}{TEMPORARY}"
     write_durably(temporary, folder.name + "\n")
     os.replace(temporary, folder.parent / POINTER)
-    sync_folder(folder.parent)
+    sync(folder.parent)
 
 
 def publish(temporary: Path, final: Path) -> None:
     """Give a complete folder its name. A folder that has the name already failed its checksums and goes."""
-    sync_folder(temporary)
+    sync(temporary)
     replaced = final.with_name(final.name + REPLACED)
     if final.exists():
         os.rename(final, replaced)
     os.rename(temporary, final)
-    sync_folder(final.parent)
+    sync(final.parent)
     shutil.rmtree(replaced, ignore_errors=True)
 
 

@@ -13,6 +13,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from launcher.whole_files import sync
+
 FILE_NAME = "manifest.json"
 FORMAT = 1
 FILE_MODE = 0o600
@@ -23,7 +25,7 @@ CHUNK = 1 << 22
 def seal_files(paths: list[Path]) -> dict[str, dict[str, Any]]:
     """Make files durable and private, and measure them: name -> size and sha256. The disk writes meanwhile."""
     with ThreadPoolExecutor(2 * READERS) as pool:
-        written = [pool.submit(_sync, path) for path in paths]
+        written = [pool.submit(_seal, path) for path in paths]
         measured = pool.map(lambda path: {"size": path.stat().st_size, "sha256": _sha256(path)}, paths)
         sealed = dict(zip([path.name for path in paths], measured, strict=True))
         for sync in written:
@@ -91,29 +93,17 @@ def write_durably(path: Path, text: str) -> None:
         os.fsync(file.fileno())
 
 
-def sync_folder(folder: Path) -> None:
-    """Make the names in a folder durable."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def _write(folder: Path, body: dict[str, Any]) -> None:
     """Write a manifest whole or not at all, with the checksum of its own content."""
     temporary = folder.with_name(f"{folder.name}.{FILE_NAME}.tmp")
     write_durably(temporary, json.dumps(body | {"sha256": _digest_of(body)}, indent=1))
     os.replace(temporary, folder / FILE_NAME)
+    sync(folder)
 
 
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fchmod(descriptor, FILE_MODE)
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def _seal(path: Path) -> None:
+    path.chmod(FILE_MODE)
+    sync(path)
 
 
 def _problem(path: Path, expected: dict[str, Any], largest: int | None) -> str | None:

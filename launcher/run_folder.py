@@ -12,6 +12,7 @@ from launcher.config import Config, to_toml
 from launcher.environment import copy_lock
 from launcher.errors import RetryableError, UserError
 from launcher.status import CONFIG_NAME
+from launcher.whole_files import sync
 
 # launch.sh sets it; under a bare torchrun the first rank of each node chooses.
 ATTEMPT_VARIABLE = "LAUNCHER_ATTEMPT_DIR"
@@ -85,8 +86,10 @@ def keep_config(run_dir: Path, config: Config, config_file: Path | None) -> None
     temporary = kept.with_name(f".{CONFIG_NAME}.tmp")
     try:
         temporary.write_text(to_toml(config.model_copy(update={"dry_run": False})))
+        sync(temporary)
         copy_lock(config_file, run_dir)
         temporary.replace(kept)
+        sync(run_dir)
     except OSError as error:
         raise _disk_error(run_dir, error) from None
 

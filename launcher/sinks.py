@@ -145,7 +145,7 @@ def _keep_until(path: Path, step: int) -> None:
     later = [line for line, done in zip(lines, steps, strict=True) if done is not None and done > step]
     if later:
         aside = aside_of(path)
-        aside.write_text("".join(later))
+        write_whole(aside, "".join(later))
         log.info("%s has %d lines of steps that are done again", aside, len(later))
     if len(kept) < len(lines):
         write_whole(path, "".join(kept))

@@ -71,7 +71,7 @@ def write_status(run_dir: Path, status: Status) -> Path:
     run_dir.mkdir(parents=True, exist_ok=True)
     path, text = run_dir / FILE_NAME, json.dumps(asdict(status), indent=2) + "\n"
     try:
-        write_whole(path, text)
+        write_whole(path, text, readers_first=True)
     except OSError:
         if not overwrite(path, text):
             raise

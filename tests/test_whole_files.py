@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 from pathlib import Path
@@ -28,6 +29,37 @@ def test_a_file_that_the_disk_does_not_take_leaves_the_former_and_nothing_else(
     assert (file.read_text(), os.listdir(tmp_path)) == ("old", ["status.json"])
     write_whole(file, "new")
     assert (file.read_text(), os.listdir(tmp_path)) == ("new", ["status.json"])
+
+
+@pytest.mark.parametrize("readers_first", [False, True])
+def test_a_file_and_its_name_are_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, readers_first: bool) -> None:
+    done, fsync, replace = list[str](), os.fsync, os.replace
+
+    def synced(descriptor: int) -> None:
+        done.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")).suffix or "folder")
+        fsync(descriptor)
+
+    def replaced(source: Path, to: Path) -> None:
+        done.append("renamed")
+        replace(source, to)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(os, "replace", replaced)
+    write_whole(tmp_path / "status.json", "text", readers_first)
+    assert done == (["renamed", ".json", "folder"] if readers_first else [".tmp", "renamed", "folder"])
+
+
+def test_a_file_system_that_cannot_sync_folders_is_good_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(number: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "fsync", lambda descriptor: refuse(errno.EINVAL))
+    write_whole(tmp_path / "file", "text")
+    assert (tmp_path / "file").read_text() == "text"
+    monkeypatch.setattr(os, "fsync", lambda descriptor: refuse(errno.EIO))
+    with pytest.raises(OSError, match="Input/output"):
+        write_whole(tmp_path / "file", "other")
+    assert ((tmp_path / "file").read_text(), os.listdir(tmp_path)) == ("text", ["file"])
 
 
 def test_a_name_that_is_taken_by_a_folder_is_said_and_nothing_is_left(tmp_path: Path) -> None:
