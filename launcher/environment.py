@@ -36,36 +36,44 @@ def record_environment(
     A dry run is no part of the run: it replaces no record that is there, so the next start is told of a change as well.
 
     Returns:
-        One line per change, to be shown to the user.
+        As `check_environment`.
 
     Raises:
-        UserError: the lock does not match, or a change under `--strict-environment`; nothing is written then.
+        UserError: as `check_environment`; nothing is written then.
     """
-    changes = check_environment(run_dir, current, strict, config_file)
+    notices = check_environment(run_dir, current, strict, config_file)
     write_fingerprint(attempt_dir / FILE_NAME, current)
     if not (dry_run and (run_dir / FILE_NAME).exists()):
         write_fingerprint(run_dir / FILE_NAME, current)
-    return [f"environment changed: {change}" for change in changes]
+    return notices
 
 
-def check_environment(
-    run_dir: Path, current: Fingerprint, strict: bool, config_file: Path | None = None
-) -> list[Change]:
-    """What changed since the run's last attempt.
+def check_environment(run_dir: Path, current: Fingerprint, strict: bool, config_file: Path | None = None) -> list[str]:
+    """What changed since the run's last attempt, one line per change, to be shown to the user.
+
+    A record that nobody can read costs a line as well: the run needs none of it.
 
     Raises:
-        UserError: the lock does not match, or a change under `--strict-environment`.
+        UserError: the lock does not match; under `--strict-environment` also a change, or a record that is unreadable.
     """
     check_lock(config_file, current)
-    changes: list[Change] = []
-    if (run_dir / FILE_NAME).exists():
-        changes = diff(read_fingerprint(run_dir), current)
+    record = run_dir / FILE_NAME
+    if not record.exists():
+        return []
+    try:
+        changes = diff(read_fingerprint(record), current)
+    except UserError as error:
+        if strict:
+            raise UserError(
+                error.what, "remove it, or leave out --strict-environment once: that start writes a new one"
+            ) from None
+        return [f"{error.what}; whether the environment changed since the last attempt is not known"]
     if changes and strict:
         raise UserError(
             "the environment changed since the last attempt:\n" + _lines(changes),
             "restore it, start another run folder, or leave out --strict-environment",
         )
-    return changes
+    return [f"environment changed: {change}" for change in changes]
 
 
 def check_lock(config_file: Path | None, current: Fingerprint) -> None:
@@ -108,7 +116,7 @@ def read_fingerprint(path: Path) -> Fingerprint:
     file = path / FILE_NAME if path.is_dir() else path
     try:
         values = json.loads(file.read_text())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"cannot read a fingerprint from {file}: {error}", "give a run folder or a file") from None
     if not isinstance(values, dict) or not all(value is None or isinstance(value, str) for value in values.values()):
         raise UserError(f"{file} is no fingerprint", "give a run folder, its environment.json, or an environment.lock")

@@ -154,6 +154,17 @@ def test_a_dry_run_does_not_use_up_a_change(tmp_path: Path) -> None:
     check_environment(tmp_path, other, strict=True)
 
 
+@pytest.mark.parametrize("left", [b"", b'{"torch": ', b"[1]", b'{"torch": 1}', bytes(range(256)), b"[" * 100_000])
+def test_a_record_that_a_crash_left_costs_a_line(tmp_path: Path, left: bytes) -> None:
+    (tmp_path / "environment.json").write_bytes(left)
+    with pytest.raises(UserError, match="environment.json.* leave out --strict-environment") as refused:
+        check_environment(tmp_path, BUILD, strict=True)
+    assert refused.value.code == 78 and "\n" not in str(refused.value)
+    (line,) = record_environment(tmp_path, tmp_path, BUILD, strict=False)
+    assert str(tmp_path / "environment.json") in line and "\n" not in line
+    assert record_environment(tmp_path, tmp_path, BUILD, strict=True) == [], "it was written anew"
+
+
 def test_strict_refuses_and_keeps_the_old_record(tmp_path: Path) -> None:
     record_environment(tmp_path, tmp_path, BUILD, strict=True)
     with pytest.raises(UserError, match="another build") as refused:
