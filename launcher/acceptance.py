@@ -21,6 +21,7 @@ from launcher import faults
 from launcher.config_sections import EvalConfig
 from launcher.errors import RetryableError
 from launcher.exports import export_folder, rate_export
+from launcher.journal import SHARED
 from launcher.rank import Models, Rank, user_input
 from launcher.schedule import Schedule, is_due
 from launcher.target_team import TargetTeam
@@ -91,8 +92,8 @@ class Evaluator:
         except ExportFailed as error:
             self._failed_exports += 1
             limit = self._rank.config.checkpoint.max_failed_saves
-            level = logging.WARNING if self._rank.leads_drafters else logging.INFO
-            log.log(level, "step %d is not evaluated: %s (%d of %d in a row)", step, error, self._failed_exports, limit)
+            counted = f"{self._failed_exports} of {limit} in a row"
+            log.warning("step %d is not evaluated: %s (%s)", step, error, counted, extra=SHARED)
             if required or self._failed_exports >= limit:
                 raise
             return None

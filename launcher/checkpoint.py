@@ -6,6 +6,7 @@ and moves the `latest` pointer. Every stage ends in a vote, so that one rank's f
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -34,6 +35,7 @@ from launcher.checkpoint_folder import (
 )
 from launcher.checkpoint_io import RecordReader, ShardWriter, differences, merge_values, split_state
 from launcher.errors import RetryableError, UserError
+from launcher.journal import SHARED
 from launcher.manifest import seal_files, set_score, write_durably, write_manifest
 from launcher.votes import VoteFailed, Votes, describe
 
@@ -47,9 +49,14 @@ log = logging.getLogger(__name__)
 class SaveFailed(RetryableError):
     """A checkpoint could not be written; the message names the ranks and their errors. Older ones are untouched."""
 
-    def __init__(self, stage: str, failure: VoteFailed, run_dir: Path) -> None:
-        super().__init__(f"saving a checkpoint failed while {stage} it ({failure})", f"see {run_dir}")
+    def __init__(self, stage: str, failure: VoteFailed, folder: Path) -> None:
+        super().__init__(f"saving {folder} failed while {stage} it ({failure})", _advice(failure, folder.parent))
         self.ranks_at_fault = frozenset(failure.causes)
+
+    def ends_the_run(self, why: str) -> SaveFailed:
+        """The same error, with why the run does not go on after it."""
+        self.what = f"{why}: {self.what}"
+        return self
 
 
 class Checkpointer:
@@ -176,9 +183,12 @@ class Checkpointer:
         if not isinstance(error, SaveFailed):
             raise error
         self._failed_saves += 1
-        log.warning("%s (%d of %d in a row)", error, self._failed_saves, self.config.max_failed_saves)
-        if required or self._failed_saves >= self.config.max_failed_saves:
-            raise error
+        limit = self.config.max_failed_saves
+        if required:
+            raise error.ends_the_run("the last checkpoint of this start is missing")
+        if self._failed_saves >= limit:
+            raise error.ends_the_run(f"checkpoint.max_failed_saves={limit} is reached")
+        log.warning("%s (%d of %d in a row)", error, self._failed_saves, limit, extra=SHARED)
 
     def _write(self, step: int, tensors: dict[str, Any], document: dict[str, Any]) -> None:
         """All stages of one save, on every rank."""
@@ -197,7 +207,7 @@ class Checkpointer:
         except VoteFailed as failure:
             if votes.rank == 0:
                 shutil.rmtree(temporary, ignore_errors=True)
-            raise SaveFailed(stage, failure, self.run_dir) from None
+            raise SaveFailed(stage, failure, final) from None
 
     def _write_shards(self, folder: Path, step: int, tensors: dict[str, Any]) -> None:
         writer = ShardWriter(folder, step)
@@ -227,6 +237,16 @@ class Checkpointer:
 
     def _folder(self, step: int) -> Path:
         return checkpoints_of(self.run_dir) / f"step-{step}"
+
+
+def _advice(failure: VoteFailed, folder: Path) -> str:
+    """What to do about a save that failed; its folder is where the older checkpoints are."""
+    if any(
+        os.strerror(number) in cause for number in (errno.ENOSPC, errno.EDQUOT) for cause in failure.causes.values()
+    ):
+        return f"make room for {folder}; the checkpoints there are whole"
+    logs = " and ".join(f"rank_{rank}.log" for rank in sorted(failure.causes))
+    return f"see {logs} in {folder.parent / 'logs'}; the checkpoints in {folder} are whole"
 
 
 def _make_folder(temporary: Path) -> None:

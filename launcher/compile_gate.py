@@ -9,7 +9,6 @@ code it compiled stays and serves the real one, and from then on a recompile is 
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -23,8 +22,10 @@ from launcher.compile_proof import UNCOMPILED, Proof, ProofError, examine
 from launcher.compile_report import AnyProof, Stopwatch, TurnBook, TurnReport
 from launcher.drafter_step import DrafterStep
 from launcher.errors import ExitCode
+from launcher.journal import SHARED
 from launcher.outcome import failure_code
 from launcher.recompiles import compiler_seconds
+from launcher.warm_up import is_compiling_on
 from models.draft_step import RowBatch
 from models.target_files import first_line
 
@@ -155,8 +156,8 @@ def _judge(proof: Proof, failure: Exception | None) -> None:
     if failure is not None:
         raise_unless_uncompilable(failure)
     missing = proof.missing
-    if missing and os.environ.get("TORCHDYNAMO_DISABLE") == "1" and proof.backend == "sdpa":
-        log.warning("the training step runs uncompiled and unproved: TORCHDYNAMO_DISABLE is set")
+    if missing and not is_compiling_on() and proof.backend == "sdpa":
+        log.warning("the training step runs uncompiled and unproved: TORCHDYNAMO_DISABLE is set", extra=SHARED)
         missing = tuple(phrase for phrase in missing if UNCOMPILED not in phrase)
     if missing:
         raise ProofError("; ".join(missing), ADVICE) from failure

@@ -15,7 +15,7 @@ from launcher.rank import Models, Rank, compute_dtype, describe_models, to_compu
 from launcher.recompiles import Recompiles
 from launcher.step_factory import StepFactory
 from launcher.training import Training
-from launcher.warm_up import warm_up
+from launcher.warm_up import compiled_or_not, warm_up
 from models.draft_step import FrozenEnds, RowBatch
 from models.target_ends import load_frozen_ends
 
@@ -28,7 +28,9 @@ def run_drafter(rank: Rank, drafter_turns: OrderedTurns, target_turns: OrderedTu
         ends = user_input(lambda: _load_ends(rank, models))
         batch = gate_batch(rank, models)
         factory = StepFactory(config, models.drafter, ends, rank.torch_device)
-        rank.journal.announce(f"attention: {factory.backend} on {rank.torch_device.type}, compiled")
+        needed_by = "drafter.attention=flex" if factory.backend == "flex" else None
+        how = compiled_or_not(needed_by, "drafter.attention=sdpa")
+        rank.journal.announce(f"attention: {factory.backend} on {rank.torch_device.type}, {how}")
     report = compile_in_turn(rank, factory, batch, drafter_turns)
     with rank.lifecycle.phase("gate", max(drafter_turns.limit, target_turns.limit)):
         drafter_turns.join()

@@ -20,13 +20,15 @@ from launcher.outlet import Outlet
 from launcher.topology import Role
 
 log = logging.getLogger("launcher")
+# `extra` of a warning that all ranks of a role give alike: it reaches the console once, and every log file.
+SHARED = {"shared": True}
 _STYLES = {logging.WARNING: "yellow", logging.ERROR: "bold red"}
 
 
 class ConsoleHandler(logging.Handler):
     """Announced lines as they are; warnings and errors with the rank in front; nothing of other packages.
 
-    What `models` says is the same on every rank, so only the rank that speaks repeats it.
+    What is SHARED, and what `models` says, is the same on every rank, so only the rank that speaks repeats it.
 
     Args:
         outlet: what the console writes to; after an error, which may be a rank's last words, it is waited for.
@@ -35,14 +37,16 @@ class ConsoleHandler(logging.Handler):
     def __init__(self, console: Console, role: Role, speaks: bool, outlet: Outlet | None = None) -> None:
         super().__init__()
         self._console, self._role, self._outlet = console, role, outlet
-        self._packages = {"launcher", "models"} if speaks else {"launcher"}
+        self._speaks, self._packages = speaks, {"launcher", "models"} if speaks else {"launcher"}
 
     def filter(self, record: logging.LogRecord) -> bool:
         wanted = getattr(record, "announce", False) or record.levelno >= logging.WARNING
-        return wanted and record.name.partition(".")[0] in self._packages
+        heard = self._speaks or not getattr(record, "shared", False)
+        return wanted and heard and record.name.partition(".")[0] in self._packages
 
     def emit(self, record: logging.LogRecord) -> None:
-        prefix = "" if getattr(record, "announce", False) else f"[{self._role}] "
+        of_all = getattr(record, "announce", False) or getattr(record, "shared", False)
+        prefix = "" if of_all else f"[{self._role}] "
         style = _STYLES.get(record.levelno, "")
         self._console.print(Text(prefix + record.getMessage(), style=style), soft_wrap=True)
         if record.levelno >= logging.ERROR:

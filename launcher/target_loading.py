@@ -7,6 +7,7 @@ import torch
 from launcher.errors import UserError
 from launcher.rank import Models, Rank, user_input
 from launcher.target_team import TargetTeam
+from launcher.warm_up import compiled_or_not
 from models.target import TappedTarget, load_tapped_target
 from models.target_bytes import TargetBytes
 from models.target_memory import count_target, ranks_needed
@@ -20,11 +21,13 @@ def load_target(rank: Rank, models: Models, team: TargetTeam) -> TappedTarget:
         UserError: a target that does not fit, cannot be shared or cannot run packed rows; before weights are read
             where that shows it.
     """
+    chosen = rank.config.target
+    how = "not compiled"
+    if chosen.compile:
+        how = compiled_or_not("target.compile=true", "target.compile=false")
     if rank.torch_device.type == "cuda":
         check_memory(rank, models)
     target = user_input(lambda: _load(rank, models, team))
-    chosen = rank.config.target
-    how = "compiled" if chosen.compile else "not compiled"
     rank.journal.announce(
         f"target attention: {chosen.attention} on {rank.torch_device.type}, {how}",
         every_rank=rank.role.rank == rank.topology.target_ranks[0],

@@ -19,7 +19,7 @@ from launcher.calibration import Calibration
 from launcher.deadlines import collective_patience
 from launcher.drafter_step import DrafterStep, StepResult
 from launcher.errors import ExitCode, LauncherError, PeerFailed, StopRequested
-from launcher.journal import Progress, clock
+from launcher.journal import SHARED, Progress, clock
 from launcher.meter import Meter, over_drafters
 from launcher.rank import Rank, compute_dtype, to_compute
 from launcher.recompiles import Recompiles
@@ -188,7 +188,7 @@ class Training:
         bad = find_bad_losses(self.rank, own_finite, self.schedule.of_drafter(step, self.rank.role.index))
         what = "; ".join(map(str, bad)) or "the gradient, of finite losses,"
         if self.bad_steps <= self.config.train.max_bad_steps:
-            log.warning("step %d skipped: %s is not finite", step + 1, what)
+            log.warning("step %d skipped: %s is not finite", step + 1, what, extra=SHARED)
         elif own_finite and bad:
             raise PeerFailed(f"{what} was not finite")  # the ranks at fault say it
         else:

@@ -15,6 +15,7 @@ from types import SimpleNamespace
 import torch
 import torch.distributed as dist
 
+from launcher.errors import UserError
 from launcher.row_layout import RowLayout
 from models.dflash import DFlashConfig, DFlashDrafter
 from models.draft_step import DraftForward, FrozenEnds
@@ -54,6 +55,7 @@ GPU = (
 )
 # Tokens of the rehearsal's row.
 ROW_LENGTH = 32
+OFF = "TORCHDYNAMO_DISABLE"
 
 
 def warm_up(device: torch.device, dtype: torch.dtype, group: dist.ProcessGroup | None, rehearse: bool) -> None:
@@ -76,7 +78,27 @@ def warm_up(device: torch.device, dtype: torch.dtype, group: dist.ProcessGroup |
 
 def is_compiling_on() -> bool:
     """Whether the user left torch.compile on, which looks at both; this option follows TORCH_COMPILE_DISABLE alone."""
-    return not torch._dynamo.config.disable and os.environ.get("TORCHDYNAMO_DISABLE") != "1"
+    return not torch._dynamo.config.disable and os.environ.get(OFF) != "1"
+
+
+def compiled_or_not(needed_by: str | None, instead: str = "") -> str:
+    """For the console, of what is to be compiled.
+
+    Args:
+        needed_by: the option that allows nothing else, if one is set.
+        instead: what to set so that it may run uncompiled.
+
+    Raises:
+        UserError: such an option is set, and torch.compile is turned off; or it is turned off in the way that makes an
+            error of code which is to be one graph, as all of ours is.
+    """
+    if torch._dynamo.config.disable:
+        raise UserError("TORCH_COMPILE_DISABLE=1: torch runs no step of ours so", f"unset it; {OFF}=1 runs uncompiled")
+    if is_compiling_on():
+        return "compiled"
+    if needed_by:
+        raise UserError(f"{needed_by} needs torch.compile, which {OFF}=1 turns off", f"unset it, or set {instead}")
+    return f"not compiled: {OFF} is set"
 
 
 def start_compiler(device: torch.device) -> None:

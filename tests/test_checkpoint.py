@@ -61,24 +61,37 @@ def test_another_model_is_refused_with_the_differing_keys(tmp_path: Path) -> Non
         assert isinstance(error, UserError) and "wants [7, 5]" in str(error)
 
 
-def _failing_saves(run_dir: Path) -> tuple[list[str], str, list[int]]:
+def _failing_saves(run_dir: Path, *steps: int, required: bool = False) -> tuple[list[str], str, list[int]]:
     trainer, checkpointer = Trainer(), make_checkpointer(run_dir, max_failed_saves=2)
     trainer.train(1)
-    checkpointer.save(1, trainer.state(), {})
-    checkpointer.save(2, trainer.state(), {})
     try:
-        checkpointer.save(3, trainer.state(), {})
+        for step in steps:
+            checkpointer.save(step, trainer.state(), {}, required)
     except SaveFailed as error:
         return [path.name for path in published(run_dir)], str(error), sorted(error.ranks_at_fault)
     return [], "no error", []
 
 
 def test_one_ranks_full_disk_is_raised_on_all_after_the_limit(tmp_path: Path) -> None:
-    results = run_ranks(3, _failing_saves, tmp_path, fault="diskfull@save-shard:2:2;diskfull@save-shard:3:2")
+    fault = "diskfull@save-shard:2:2;diskfull@save-shard:3:2"
+    results = run_ranks(3, _failing_saves, tmp_path, 1, 2, 3, fault=fault)
+    folder = checkpoints_of(tmp_path)
     for names, message, at_fault in results:
         assert names == ["step-1"] and at_fault == [2], "the others leave the report to that rank"
-        assert "rank 2: OSError: [Errno 28] No space left" in message
+        assert message.startswith(f"checkpoint.max_failed_saves=2 is reached: saving {folder / 'step-3'} failed while")
+        assert "(rank 2: OSError: [Errno 28] No space left on device" in message
+        assert message.endswith(f"-> make room for {folder}; the checkpoints there are whole")
     assert not list(checkpoints_of(tmp_path).glob("*.tmp"))
+
+
+def test_the_last_save_of_a_start_says_so_when_it_fails(tmp_path: Path) -> None:
+    """With another error than a full disk's."""
+    save_required = partial(_failing_saves, required=True)
+    (_, message, _), _ = run_ranks(2, save_required, tmp_path, 1, 2, fault="raise@save-shard:2:1")
+    assert message.startswith("the last checkpoint of this start is missing: saving ") and "injected error" in message
+    assert message.endswith(
+        f"-> see rank_1.log in {tmp_path / 'logs'}; the checkpoints in {checkpoints_of(tmp_path)} are whole"
+    )
 
 
 def _one_failed_save(run_dir: Path) -> list[str]:

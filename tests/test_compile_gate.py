@@ -184,12 +184,14 @@ def spoil_last_gradient(drafter: DFlashDrafter) -> Callable[[Callable[..., Any]]
 
 
 def test_switching_the_compiler_off_excuses_nothing_else(
-    group: dist.ProcessGroup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    group: dist.ProcessGroup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
     step = make_step(group, sharded=False)
     passed = pass_alone(step, make_batch(0), tmp_path)
     assert passed.error is None and passed.turn is not None and not passed.turn.verified
+    (warning,) = [record for record in caplog.records if "uncompiled and unproved" in record.getMessage()]
+    assert warning.__dict__["shared"], "every drafter says it"
     _lost_context(step.drafter, monkeypatch)
     passed = pass_alone(make_step(group, sharded=False), make_batch(0), tmp_path)
     assert isinstance(passed.error, ProofError) and "dense float32 reference" in str(passed.error)

@@ -132,7 +132,9 @@ def test_an_export_that_the_disk_does_not_take_costs_an_evaluation_on_all_ranks(
     monkeypatch.setattr(acceptance, "export_drafter", lambda *_: (_ for _ in ()).throw(error))
     for number in (2, 3):
         assert Evaluator(rank_of(tmp_path, told, number)).measure(5, drafter, required=False) is None
-    (warning,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    warnings = [record for record in caplog.records if record.levelno == logging.WARNING]
+    assert len(warnings) == 2 and all(record.__dict__["shared"] for record in warnings), "for the console, once"
+    (warning,) = {record.getMessage() for record in warnings}
     assert str(export_folder(tmp_path, 5)) in warning and "No space left" in warning and "(1 of 3 in a row)" in warning
     team: Any = SimpleNamespace(leads=True, agree=lambda decide, *_: decide())
     answer_evaluation(rank_of(tmp_path, told, 0), 5, cast(Any, None), [[1]], team)

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from launcher.journal import ConsoleHandler, Progress, clock
+from launcher.journal import SHARED, ConsoleHandler, Progress, clock
 from launcher.topology import Role
 from tests.full_pipes import fill
 
@@ -30,12 +30,13 @@ METRICS = {
 A_RANK = """
 import logging, os, subprocess, sys, warnings
 from pathlib import Path
-from launcher.journal import Journal
+from launcher.journal import SHARED, Journal
 from launcher.topology import Role
 journal = Journal(Role(6, "drafter", 1, 0, 6), Path(sys.argv[1]), speaks=sys.argv[2] == "speaks")
 journal.announce("step 1")
 journal.announce("compile 1/3", every_rank=True)
 logging.getLogger("launcher").warning("slow disk")
+logging.getLogger("launcher").warning("shared words", extra=SHARED)
 logging.getLogger("transformers").error("library words")
 warnings.warn("deprecated words")
 print("printed words", flush=True)
@@ -71,8 +72,9 @@ def test_the_console_gets_announced_lines_and_our_warnings(handlers: list[loggin
     logging.getLogger("transformers").warning("of a library")
     logging.getLogger("launcherish").warning("of a library")
     logging.getLogger("models.target_files").warning("the same on every rank")
+    logging.getLogger("launcher.checkpoint").warning("of all drafters", extra=SHARED)
     lines = [f"[rank 6 drafter 1] [bold]disk[/bold] is slow: {'x' * 200}", "[rank 6 drafter 1] no rows", "announced"]
-    lines += ["[rank 6 drafter 1] the same on every rank"] if speaks else []
+    lines += ["[rank 6 drafter 1] the same on every rank", "of all drafters"] if speaks else []
     assert text.getvalue().splitlines() == lines
 
 
@@ -111,11 +113,11 @@ def test_a_rank_says_everything_in_its_file_and_little_on_the_console(tmp_path: 
     root = Path(__file__).resolve().parent.parent
     command = [sys.executable, "-c", A_RANK, str(log_path), who]
     ended = subprocess.run(command, capture_output=True, text=True, cwd=root, timeout=60, check=True)
-    spoken = ["step 1"] if who == "speaks" else []
-    assert ended.stdout.splitlines() == [*spoken, "compile 1/3", "[rank 6 drafter 1] slow disk"]
+    spoken, shared = (["step 1"], ["shared words"]) if who == "speaks" else ([], [])
+    assert ended.stdout.splitlines() == [*spoken, "compile 1/3", "[rank 6 drafter 1] slow disk", *shared]
     assert ended.stderr == ""
     log = log_path.read_text()
-    for words in ("step 1", "compile 1/3", "slow disk", "library", "deprecated", "printed", "native"):
+    for words in ("step 1", "compile 1/3", "slow disk", "shared", "library", "deprecated", "printed", "native"):
         assert words in log
 
 

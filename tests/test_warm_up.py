@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from launcher.warm_up import is_compiling_on, rehearse_tracing, start_compiler
+from launcher.errors import UserError
+from launcher.warm_up import compiled_or_not, is_compiling_on, rehearse_tracing, start_compiler
 
 
 @pytest.mark.parametrize("flex", [False, True])
@@ -40,5 +41,13 @@ def test_the_compilers_keys_are_known_before_the_turn(monkeypatch: pytest.Monkey
 
 def test_nothing_is_warmed_up_where_compiling_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
     assert is_compiling_on()
+    assert compiled_or_not("drafter.attention=flex") == "compiled"
     monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
     assert not is_compiling_on()
+    assert compiled_or_not(None) == "not compiled: TORCHDYNAMO_DISABLE is set"
+    with pytest.raises(UserError, match="flex needs .*TORCHDYNAMO_DISABLE=1 .* or set drafter.attention=sdpa") as bad:
+        compiled_or_not("drafter.attention=flex", "drafter.attention=sdpa")
+    assert bad.value.code == 78
+    refused = pytest.raises(UserError, match="TORCH_COMPILE_DISABLE=1: .* unset it")
+    with torch._dynamo.config.patch(disable=True), refused:  # read when torch is imported
+        compiled_or_not(None)

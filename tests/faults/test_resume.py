@@ -103,6 +103,8 @@ def test_a_run_goes_on_from_an_older_checkpoint_on_more_ranks_than_rows_through_
         "Weights & Biases is off",
     ):
         assert words in after.console, f"{words} is not in\n{after.console}"
+    for said in ("step 10 skipped", "saving ", "runs uncompiled and unproved"):
+        assert after.console.count(said) == 1, f"two drafters say {said}"
     assert f"at step {before.status.step}\n" not in after.console, "that checkpoint was spoiled"
     assert after.status.step == LAST_STEP == after.metrics[-1]["step"]
     assert str(after.status.last_checkpoint).endswith(f"step-{LAST_STEP}")
