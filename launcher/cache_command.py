@@ -13,9 +13,9 @@ from argparse import ArgumentTypeError, Namespace
 from pathlib import Path
 
 from launcher.cache_bundle import export_caches, import_bundle
-from launcher.cache_files import IN_USE, Manifest, cache_files, damage
+from launcher.cache_files import IN_USE, Manifest, cache_files, damage, list_caches
 from launcher.command_parser import CommandParser, at_least
-from launcher.compile_cache import cache_root, hold, list_caches
+from launcher.compile_cache import cache_root, hold
 from launcher.errors import ExitCode, UserError
 from launcher.fingerprint import collect, digest
 

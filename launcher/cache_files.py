@@ -14,6 +14,7 @@ import stat
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Literal
 
@@ -26,11 +27,13 @@ from launcher.whole_files import sync
 MANIFEST = "manifest.json"
 IN_USE = "in-use.lock"
 PARTS = ("inductor", "triton")
+CACHE_NAME = re.compile(r"[0-9a-f]{12}-.+-[0-9a-f]{8}")
 NETWORK_FILE_SYSTEMS = re.compile(
     r"nfs|cifs|smb|lustre|gpfs|beegfs|ceph|gluster|9p|afs|panfs|wekafs|orangefs|fuse\.(sshfs|s3|gcs|goofys|juicefs)"
 )
 # A file this young may still be written by a compiler of another run; the next close lists it.
 SETTLED_SECONDS = 2.0
+READERS = 8
 
 
 class CachedFile(BaseModel):
@@ -73,6 +76,18 @@ def read_manifest(folder: Path) -> Manifest:
         problem = error.errors()[0]
         where = ".".join(map(str, problem["loc"]))
         raise ValueError(f"{folder / MANIFEST} is damaged: {where} {problem['msg']}") from None
+
+
+def list_caches(root: Path) -> list[tuple[Path, Manifest | str]]:
+    """All caches under a root by name, each with its manifest, or with what is wrong with that."""
+    found: list[tuple[Path, Manifest | str]] = []
+    for path in sorted(root.iterdir()) if root.is_dir() else []:
+        if CACHE_NAME.fullmatch(path.name) and path.is_dir():
+            try:
+                found.append((path, read_manifest(path)))
+            except (OSError, ValueError) as error:
+                found.append((path, str(error)))
+    return found
 
 
 def write_manifest(folder: Path, manifest: Manifest, create: bool = False) -> None:
@@ -122,18 +137,20 @@ def record(folder: Path, manifest: Manifest, settled: float = SETTLED_SECONDS) -
 
 
 def damage(folder: Path, manifest: Manifest) -> list[str]:
-    """What is wrong with the listed files, a line each. Reads them all: a second for 1 GB."""
-    found = []
-    for path, file in manifest.files.items():
-        try:
-            size = os.stat(folder / path, follow_symlinks=False).st_size
-            if size != file.size:
-                found.append(f"{path} has {size} bytes instead of {file.size}")
-            elif sha256(folder / path) != file.sha256:
-                found.append(f"{path} has other contents than when it was written")
-        except OSError as error:
-            found.append(f"{path}: {error.strerror}")
-    return found
+    """What is wrong with the listed files, a line each. Reads them all: on one core a second for 1 GB."""
+    with ThreadPoolExecutor(READERS) as pool:
+        found = pool.map(lambda path: _damage_of(folder / path, path, manifest.files[path]), manifest.files)
+        return [problem for problem in found if problem]
+
+
+def _damage_of(path: Path, name: str, file: CachedFile) -> str | None:
+    try:
+        size = os.stat(path, follow_symlinks=False).st_size
+        if size != file.size:
+            return f"{name} has {size} bytes instead of {file.size}"
+        return None if sha256(path) == file.sha256 else f"{name} has other contents than when it was written"
+    except OSError as error:
+        return f"{name}: {error.strerror}"
 
 
 def sha256(path: Path) -> str:

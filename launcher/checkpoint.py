@@ -225,6 +225,7 @@ class Checkpointer:
         point_to(final)
         for removed in apply_retention(self.run_dir, self._verified | {step}, self.config.keep):
             log.info("removed checkpoint %s", removed)
+        faults.spoil_shard(final, step)
 
     def _own_files(self, folder: Path) -> list[Path]:
         """The files this rank wrote: its shard; the first rank also what belongs to nobody."""

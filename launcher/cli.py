@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from launcher import __version__
+from launcher import __version__, faults
 from launcher.config import Config, load_toml, merge, preset_names, validate
 from launcher.config_errors import admits_none, did_you_mean, walk_fields
 from launcher.config_sections import PRESETS
@@ -91,6 +91,7 @@ def parse(argv: list[str]) -> Command:
         problems += error.problems
     problems += node_problems(flags.nnodes, flags.node_rank, flags.master, flags.max_restarts)
     problems += missing_inputs(merge(Config().model_dump(), values))
+    problems += faults.problems()
     if problems:
         raise ConfigError(problems)
     return Command(

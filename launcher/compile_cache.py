@@ -11,14 +11,15 @@ import fcntl
 import hashlib
 import logging
 import os
-import re
 import shutil
 import sys
 import tempfile
 import threading
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from launcher import faults
 from launcher.cache_files import (
     IN_USE,
     MANIFEST,
@@ -26,6 +27,7 @@ from launcher.cache_files import (
     SETTLED_SECONDS,
     Manifest,
     damage,
+    list_caches,
     make_own_folder,
     network_file_system,
     read_manifest,
@@ -37,22 +39,29 @@ from launcher.config import Config
 from launcher.errors import RetryableError
 from launcher.fingerprint import Fingerprint, cache_fields, diff
 
+if TYPE_CHECKING:
+    from launcher.control import Control
+
 log = logging.getLogger("launcher")
 
-CACHE_NAME = re.compile(r"[0-9a-f]{12}-.+-[0-9a-f]{8}")
 MIN_FREE_BYTES = 256 << 20
 
 
 @dataclass
 class ActiveCache:
-    """The cache of this process: `environment` goes into os.environ before torch is imported."""
+    """The cache of this process: `environment` goes into os.environ before anything is compiled."""
 
     folder: Path
     notices: list[str]
-    """What the user should know; the same on every rank of a node, so one rank shows it."""
+    """What the user should know; only the rank that activated it has them."""
     private: bool = False
     in_use: int | None = None
     """Descriptor that holds a shared lock against `cache prune`; None for a private cache."""
+
+    @property
+    def shared_folder(self) -> Path | None:
+        """Where measured rates are kept too; None if it goes with this start."""
+        return None if self.private else self.folder
 
     @property
     def environment(self) -> dict[str, str]:
@@ -88,13 +97,12 @@ def list_files_soon(folder: Path) -> threading.Timer:
 
 
 def activate(config: Config, device: str, fingerprint: Fingerprint, session: str) -> ActiveCache:
-    """Choose the cache folder of a run and check it. Sets no environment variable.
+    """Choose the cache folder of a run and check it; the first rank of a node does. Sets no environment variable.
 
     Args:
         config: settled for its device.
         device: `cuda` or `cpu`.
-        session: one word for all ranks of a start on one node, another for each start; names the private cache, so
-            that the ranks share that too.
+        session: another word for each start, which names the private cache.
 
     Raises:
         RetryableError: not even a private folder can be made.
@@ -118,6 +126,24 @@ def activate(config: Config, device: str, fingerprint: Fingerprint, session: str
         return ActiveCache(private, [notice], private=True)
 
 
+def share_cache(own: ActiveCache | None, control: Control, node: int, timeout: float) -> ActiveCache:
+    """The cache that the first rank of a node has checked, told to the others: to read all of it once is enough.
+
+    Args:
+        own: that rank's; None on the others.
+        timeout: seconds to wait for it.
+
+    Raises:
+        RetryableError: it did not say in time.
+    """
+    key = f"cache/{node}"
+    if own is not None:
+        control.set(key, {"folder": str(own.folder), "private": own.private})
+        return own
+    told = control.wait(key, f"the first rank of node {node} to check the compile cache", timeout)
+    return ActiveCache(Path(told["folder"]), [], told["private"])
+
+
 def open_cache(folder: Path, fresh: Manifest) -> int | None:
     """Make or check a cache folder and hold it against pruning; returns the descriptor of the lock.
 
@@ -133,6 +159,9 @@ def open_cache(folder: Path, fresh: Manifest) -> int | None:
         raise ValueError(f"only {free >> 20} MiB are free on its disk")
     in_use = hold(folder)
     try:
+        if faults.armed("cache", "start"):
+            files = read_manifest(folder).files
+            faults.cut(folder / next((name for name, file in files.items() if file.size > 1), MANIFEST))
         _check(folder, fresh.fingerprint)
         for part in PARTS:
             (folder / part).mkdir(mode=0o700, exist_ok=True)
@@ -194,18 +223,6 @@ def explain_cold(root: Path, folder: Path, shape: dict[str, str], fingerprint: F
     last = max(others, key=lambda manifest: manifest.last_use)
     changes = diff(cache_fields(last.fingerprint), cache_fields(fingerprint))
     return f"compile cache is cold, the last one is of another environment: {'; '.join(map(str, changes))}"
-
-
-def list_caches(root: Path) -> list[tuple[Path, Manifest | str]]:
-    """All caches under a root by name, each with its manifest, or with what is wrong with that."""
-    found: list[tuple[Path, Manifest | str]] = []
-    for path in sorted(root.iterdir()) if root.is_dir() else []:
-        if CACHE_NAME.fullmatch(path.name) and path.is_dir():
-            try:
-                found.append((path, read_manifest(path)))
-            except (OSError, ValueError) as error:
-                found.append((path, str(error)))
-    return found
 
 
 def cache_root(configured: Path | None) -> Path:

@@ -1,8 +1,13 @@
 """Fault injection for tests and soak runs: `LAUNCHER_FAULT=kind@phase[:step]:rank`, a no-op without it.
 
 Several faults are separated by `;`, a rank of `*` is every rank, and a kind may carry seconds (`slow=5@turn:1`).
-With a step the fault strikes at that step of the first start only, so that a restart gets past it; without one it
-strikes whenever the phase is entered.
+With a step (from 0; saves and exports by the number of steps done) the fault strikes at that step of the first start
+only, so that a restart gets past it; without one it strikes whenever the phase is entered.
+
+Kinds of ACTIVE strike whoever comes to the phase: `save-*` and `export` are the drafters', `export`, `save-manifest`,
+`save-rename` and `save-pointer` the first one's alone. Those of PASSIVE spoil one thing each, for good: `nan` a
+drafter's features, `recompile` the length of its row, `header` that of a target's row, `shard` the largest file of the
+checkpoint that the first drafter has just published, `cache` a file of the compile cache of a node's first rank.
 """
 
 from __future__ import annotations
@@ -14,6 +19,7 @@ import re
 import signal
 import time
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from launcher.errors import UserError
@@ -21,8 +27,11 @@ from launcher.errors import UserError
 ENVIRONMENT = "LAUNCHER_FAULT"
 # Struck by `trip`.
 ACTIVE = ("raise", "kill", "segv", "abort", "hang", "gil", "stop", "slow", "oom", "diskfull")
-# Asked for with `armed` by the code that can spoil the thing in question.
-PASSIVE = ("nan", "header", "cache", "recompile", "shard")
+# Asked for with `armed` by the code that can spoil the thing in question, in the one phase where it comes by.
+PASSIVE = {"nan": "step", "header": "step", "recompile": "step", "shard": "save", "cache": "start"}
+# In the first of these no step has been taken yet. The others are a training step's, or a part of a save.
+EARLY_PHASES = ("start", "init", "load", "turn", "gate")
+STEP_PHASES = ("step", "save", "save-shard", "save-manifest", "save-rename", "save-pointer", "export", "eval")
 FOREVER = 10**6
 # Restarts by launch.sh and by torchrun itself.
 RESTART_COUNTS = ("LAUNCHER_RESTARTS", "TORCHELASTIC_RESTART_COUNT")
@@ -42,16 +51,25 @@ class Fault:
 
     def strikes(self, phase: str, step: int | None, rank: int, restarts: int = 0) -> bool:
         here = self.phase == phase and self.rank in (None, rank)
-        return here and (self.step is None or (self.step == step and restarts == 0))
+        return here and (self.step is None or (self.step == (step or 0) and restarts == 0))
 
 
 def parse_faults(text: str) -> tuple[Fault, ...]:
     """Read the value of LAUNCHER_FAULT.
 
     Raises:
-        UserError: not of the form above, or an unknown kind.
+        UserError: not of the form above, an unknown kind, or one that cannot strike in that phase.
     """
     return tuple(_parse(part.strip()) for part in text.split(";") if part.strip())
+
+
+def problems() -> list[str]:
+    """What is wrong with the faults that were asked for, a line; for the command line."""
+    try:
+        parse_faults(_TEXT)
+    except UserError as error:
+        return [str(error)]
+    return []
 
 
 def trip(phase: str, step: int | None = None) -> None:
@@ -88,6 +106,17 @@ def spoil_header(header: dict[str, Any], step: int) -> dict[str, Any]:
     return header | {"row_length": -1} if armed("header", "step", step) else header
 
 
+def spoil_shard(folder: Path, step: int) -> None:
+    """Cut the largest file of a published checkpoint, where a `shard` fault is planned for the phase `save`."""
+    if armed("shard", "save", step):
+        cut(max(folder.glob("*.distcp"), key=lambda path: path.stat().st_size))
+
+
+def cut(path: Path) -> None:
+    """Leave the first half of a file."""
+    os.truncate(path, path.stat().st_size // 2)
+
+
 def _here(phase: str, step: int | None, kinds: tuple[str, ...]) -> list[Fault]:
     rank = int(os.environ.get("RANK", 0))
     restarts = sum(int(os.environ.get(name, 0)) for name in RESTART_COUNTS)
@@ -97,14 +126,22 @@ def _here(phase: str, step: int | None, kinds: tuple[str, ...]) -> list[Fault]:
 
 def _parse(text: str) -> Fault:
     match = _PATTERN.fullmatch(text)
-    if match is None or match["kind"] not in ACTIVE + PASSIVE:
+    if match is None or match["kind"] not in (*ACTIVE, *PASSIVE):
         raise UserError(
             f"{ENVIRONMENT}={text}: not a fault",
-            f"give kind@phase[:step]:rank with a kind of {', '.join(ACTIVE + PASSIVE)}",
+            f"give kind@phase[:step]:rank with a kind of {', '.join((*ACTIVE, *PASSIVE))}",
         )
+    kind, phase = match["kind"], match["phase"]
+    places = (PASSIVE[kind],) if kind in PASSIVE else (*EARLY_PHASES, *STEP_PHASES)
+    if phase not in places:
+        raise UserError(
+            f"{ENVIRONMENT}={text}: {kind} strikes nobody in the phase {phase}", f"give {' or '.join(places)}"
+        )
+    if phase in EARLY_PHASES and int(match["step"] or 0):
+        raise UserError(f"{ENVIRONMENT}={text}: the phase {phase} comes before all steps", "give step 0, or none")
     return Fault(
-        match["kind"],
-        match["phase"],
+        kind,
+        phase,
         int(match["step"]) if match["step"] else None,
         None if match["rank"] == "*" else int(match["rank"]),
         float(match["seconds"] or Fault.seconds),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,9 +11,16 @@ import pytest
 
 from launcher import compile_cache
 from launcher.cache_files import damage, network_file_system, read_manifest, write_manifest
+from launcher.compile_cache import ActiveCache, share_cache
 from launcher.config import Config
+from launcher.control import Control
 from launcher.errors import RetryableError
 from tests.small_caches import FILES, HERE, REBUILT, filled, flip, make_config, start
+
+
+@pytest.fixture(autouse=True)
+def private_caches_go_with_the_test(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
 
 
 @pytest.fixture
@@ -110,10 +118,26 @@ def test_a_bad_cache_costs_one_warning_and_a_private_cold_one(
     assert len(cache.notices) == 1
     assert str(shared.folder) in cache.notices[0]
     assert said in cache.notices[0]
-    assert start(config, tmp_path).folder == cache.folder, "all ranks of a start share the private cache"
     cache.close()
     assert not cache.folder.exists()
     assert sorted(path for path in shared.folder.rglob("*")) == before, "the bad cache is left as it was found"
+
+
+def test_the_first_rank_of_a_node_checks_for_all_of_them(
+    config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    filled(config, tmp_path)
+    control, cache = Control("127.0.0.1", 0, "test", serve=True), start(config, tmp_path)
+    with pytest.raises(RetryableError, match="waited 0 s for the first rank of node 1 to check the compile cache"):
+        share_cache(None, control, 1, 0.1)
+    monkeypatch.setattr(compile_cache, "activate", lambda *_: pytest.fail("checked once more"))
+    assert share_cache(cache, control, 1, 10.0) is cache
+    told = share_cache(None, control, 1, 10.0)
+    assert (told.environment, told.shared_folder, told.notices) == (cache.environment, cache.folder, [])
+    private = ActiveCache(tmp_path / "private", ["compile cache is not used"], private=True)
+    share_cache(private, control, 0, 10.0)
+    told = share_cache(None, control, 0, 10.0)
+    assert told.environment == private.environment and told.shared_folder is None
 
 
 def test_a_root_that_cannot_hold_folders_costs_one_warning(tmp_path: Path) -> None:
