@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from launcher.errors import UserError
+from models.errors import first_line
 
 MAX_PROBLEMS = 20
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
@@ -138,7 +139,7 @@ def _hub_rows(name: str, option: str) -> Any:
     try:
         return load_dataset(name, split="train")
     except Exception as error:  # the hub's client raises dozens of kinds; each means that there is no data
-        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise UserError(
-            f"{option}: {name} is neither a file nor to be had from the hub: {first}", "check the name and the network"
+            f"{option}: {name} is neither a file nor to be had from the hub: {first_line(error)}",
+            "check the name and the network",
         ) from error

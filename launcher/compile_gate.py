@@ -27,7 +27,7 @@ from launcher.outcome import failure_code
 from launcher.recompiles import compiler_seconds
 from launcher.warm_up import is_compiling_on
 from models.draft_step import RowBatch
-from models.target_files import first_line
+from models.errors import first_line
 
 log = logging.getLogger("launcher")
 P = TypeVar("P", bound=AnyProof)

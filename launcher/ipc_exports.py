@@ -9,8 +9,9 @@ from typing import Any
 import torch
 
 from launcher.control import Control
-from launcher.ipc_memory import SharedMemory, Words, first_line, pair_key
+from launcher.ipc_memory import SharedMemory, Words, pair_key
 from launcher.transports import Departure
+from models.errors import first_line
 
 PROBE_BYTES = 64
 

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from launcher.control import Control
-from launcher.ipc_memory import Landing, SharedMemory, first_line, pair_key
+from launcher.ipc_memory import Landing, SharedMemory, pair_key
+from models.errors import first_line
 
 log = logging.getLogger("launcher")
 WARNED = "ipc/warned"

@@ -29,11 +29,6 @@ def pair_key(source: int, drafter: int) -> str:
     return f"ipc/{source}/{drafter}"
 
 
-def first_line(error: RuntimeError) -> str:
-    """What went wrong, without torch's advice and its stack."""
-    return str(error).partition("\n")[0]
-
-
 class Landing(Arrival, Protocol):
     """A copy on its way on the device."""
 

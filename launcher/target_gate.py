@@ -19,8 +19,8 @@ from launcher.compile_proof import ProofError, break_problems, launches, watch_s
 from launcher.compile_report import Stopwatch, TurnReport
 from launcher.recompiles import graphs_compiled
 from models.draft_step import RowBatch
+from models.errors import first_line
 from models.target import TappedTarget, token_errors
-from models.target_files import first_line
 
 # Mean and worst relative error of a token's features, compiled against stock. In bf16 a mixture of experts sends some
 # tokens elsewhere, whose features then are others altogether.

@@ -15,6 +15,7 @@ from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from models.errors import first_line
 from models.shapes import HUB_NAME, SHAPES
 from models.target_random import RandomWeights, shape_config
 
@@ -239,8 +240,3 @@ def _transformers_version() -> str:
     from importlib.metadata import version
 
     return version("transformers")
-
-
-def first_line(error: Exception) -> str:
-    """What an error says, without the advice that transformers adds below."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

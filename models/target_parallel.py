@@ -18,7 +18,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
-from models.target_files import first_line, quiet_transformers
+from models.errors import first_line
+from models.target_files import quiet_transformers
 from models.target_random import RandomWeights
 from models.target_slices import (
     LAYER,

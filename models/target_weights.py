@@ -17,7 +17,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
-from models.target_files import first_line, quiet_transformers
+from models.errors import first_line
+from models.target_files import quiet_transformers
 from models.target_random import RandomWeights
 
 
