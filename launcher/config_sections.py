@@ -155,11 +155,15 @@ class RuntimeConfig(Section):
     load_timeout: float = Field(1800.0, gt=0)
     """Seconds for weights and data; the default grows with the target."""
     step_timeout: float = Field(300.0, gt=0)
-    """Seconds one step may take; the first step gets three times as long, and the default grows with the work."""
+    """Seconds one step may take; the default grows with the work."""
+    first_step_timeout: float | None = Field(None, gt=0)
+    """Seconds the first step of a start may take; default: three times `step_timeout`."""
     save_timeout: float = Field(600.0, gt=0)
     """Seconds one checkpoint may take; the default grows with its size."""
     eval_timeout: float = Field(1800.0, gt=0)
     """Seconds one evaluation may take."""
+    shutdown_timeout: float = Field(10.0, gt=0)
+    """Seconds from a rank's goodbye to the end of its process; the default grows with the memory to give back."""
     heartbeat_timeout: float = Field(60.0, gt=0)
     """Seconds a rank may be silent (stopped, GIL held) before the others give it up."""
     grace: float = Field(30.0, gt=0)

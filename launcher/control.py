@@ -9,14 +9,14 @@ from __future__ import annotations
 import json
 import time
 import uuid
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
 from torch.distributed import PrefixStore, TCPStore
 
-from launcher.errors import RetryableError
+from launcher.errors import DeadlineError
 
 
 class Control:
@@ -32,6 +32,8 @@ class Control:
         self._store = PrefixStore(prefix, self.server)
         self.asked_at: float | None = None
         """When the call began that the store has not yet answered (monotonic); no call bounds itself."""
+        self.hopeless: Callable[[], bool] = lambda: False
+        """Tells `wait` that what it waits for cannot come any more."""
 
     def clone(self) -> Control:
         """A second connection, for another thread."""
@@ -56,12 +58,13 @@ class Control:
         """The value of a key, for ranks that have no Lifecycle yet.
 
         Raises:
-            RetryableError: nobody set it within `timeout` seconds; names `what` was awaited.
+            DeadlineError: nobody set it within `timeout` seconds, or nobody will; names `what` was awaited.
         """
-        deadline = time.monotonic() + timeout
+        began = time.monotonic()
         while not self.has(key):
-            if time.monotonic() > deadline:
-                raise RetryableError(f"waited {timeout:.0f} s for {what}", "see its message")
+            waited = time.monotonic() - began
+            if waited > timeout or self.hopeless():
+                raise DeadlineError(f"waited {waited:.0f} s for {what}", "see its message")
             time.sleep(0.02)
         return self.get(key)
 

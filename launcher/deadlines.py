@@ -14,6 +14,10 @@ from launcher.plan_shapes import RunShape, run_shape
 
 # Bytes per second of a slow network disk, reading and writing.
 READ_RATE, WRITE_RATE = 50e6, 20e6
+# Bytes per second of memory that a process gives back.
+RELEASE_RATE = 2e9
+# Of a step: the first one meets buffers, kernels and connections that are not there yet.
+FIRST_STEP = 3.0
 # A deadline takes a moment to be noticed and told.
 MARGIN = 60.0
 # Of `runtime.load_timeout`: an error within the phase says more than the end of the phase.
@@ -50,13 +54,30 @@ def deadlines(load: Load, kind: str) -> dict[str, float]:
         "load_timeout": load.weights / READ_RATE,
         "step_timeout": load.step / COMPUTE_RATE[kind],
         "save_timeout": load.checkpoint / WRITE_RATE,
+        "shutdown_timeout": (load.weights + load.checkpoint) / RELEASE_RATE,
     }
     return {name: max(default_of(name), float(round(seconds))) for name, seconds in wanted.items()}
 
 
+def first_step(runtime: RuntimeConfig) -> float:
+    """Seconds for the first step of a start."""
+    return FIRST_STEP * runtime.step_timeout if runtime.first_step_timeout is None else runtime.first_step_timeout
+
+
+def row_patience(runtime: RuntimeConfig) -> float:
+    """Seconds in which a drafter asks for a row again: it takes a step, maybe its first one, and may save."""
+    return max(first_step(runtime), runtime.step_timeout) + runtime.save_timeout
+
+
 def collective_patience(runtime: RuntimeConfig) -> float:
     """Seconds after which torch may give a collective up by itself: later than any deadline of ours would."""
-    longest = (runtime.init_timeout, 3 * runtime.step_timeout, runtime.save_timeout, runtime.eval_timeout)
+    longest = (
+        runtime.init_timeout,
+        first_step(runtime),
+        runtime.step_timeout,
+        runtime.save_timeout,
+        runtime.eval_timeout,
+    )
     return max(longest) + MARGIN
 
 

@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, NoReturn
 
 from launcher.errors import ExitCode
-from launcher.outcome import Failure, Leaving, process_code, report, report_alone, stopped_status, tell_alone
+from launcher.members import Member
+from launcher.outcome import Failure, Leaving, process_code, report_alone, report_once, stopped_status, tell_alone
 from launcher.overdue import option_of
-from launcher.peers import Member
 from launcher.processes import flush_output
-from launcher.rank_state import Limits, RankState
+from launcher.rank_state import LAST_SECONDS, Limits, RankState, Stop
 from launcher.signal_inbox import SignalInbox
 from launcher.stacks import dump_stacks
 from launcher.stop_wish import StopWish
@@ -29,10 +29,6 @@ if TYPE_CHECKING:
     from launcher.control import Control
 
 TICK = 0.25
-# After a failure anywhere the main thread has this long to end by itself.
-LAST_SECONDS = 3.0
-# After its goodbye a rank has this long to tear down; Inductor's worker pool can hang there (pytorch issue #162199).
-LEAVE_SECONDS = 10.0
 # Errors of the store for so long, or a deadline that passed so long ago without a word of it.
 STORE_LOST_SECONDS = 5.0
 # The watchdog passes a goodbye on at its next tick; a store that hangs never takes it.
@@ -45,10 +41,12 @@ class Enforcer:
 
     Args:
         control: the watchdog's connection, of which only the age of its outstanding call is looked at.
+        ranks: those of this node.
     """
 
     control: Control
     me: Member
+    ranks: frozenset[int]
     state: RankState
     inbox: SignalInbox
     limits: Limits
@@ -59,14 +57,13 @@ class Enforcer:
     said: threading.Event = field(default_factory=threading.Event)
     dumped: bool = False
     _closing: bool = False
-    _stop_since: float | None = None
     _failed_since: float | None = None
     _asked: float | None = None
     _silent: float = 0.0
     _last: float = 0.0
 
     def __post_init__(self) -> None:
-        self.wish = StopWish(self.inbox, self.say)
+        self.wish = StopWish(self.inbox, self.ranks, self.say)
 
     def start(self) -> None:
         self._last = time.monotonic()
@@ -89,9 +86,9 @@ class Enforcer:
             tell_alone(self.state.failure or failure, self.run_dir, self.me.local_rank)
             self._end(failure.code)
         note = f"; meanwhile: {failure.reason}"
-        status = stopped_status(stop, self.state.phase.name, self.state.step, self.run_dir, note)
+        status = stopped_status(stop.code, stop.cause, *self.state.place, self.run_dir, note)
         report_alone(status, self.run_dir, self.me.local_rank)
-        self._end(process_code(stop))
+        self._end(process_code(stop.code))
 
     def dump(self, why: str) -> None:
         self.dumped = True
@@ -112,8 +109,9 @@ class Enforcer:
             )
 
     def _tick(self, now: float) -> None:
-        if self.wish.read(now) and not (self.state.failure or self.state.left):
-            self._leave_stopped(", left at once after a second signal")
+        again = self.wish.read(now)
+        if again and not (self.state.failure or self.state.left):
+            self._leave_stopped(self.state.stop or again, ", left at once after a second signal")
         silence = self._silence(now)
         if self.state.leaving is not None:
             self._end_leaving(*self.state.leaving, now)
@@ -131,7 +129,7 @@ class Enforcer:
         return self._silent
 
     def _end_leaving(self, code: ExitCode, since: float, now: float) -> None:
-        if now - since > LEAVE_SECONDS:
+        if now - since > self.limits.shutdown:
             self.dump("ending this rank, it said goodbye and is still here")
             self._end(process_code(code))
 
@@ -151,24 +149,21 @@ class Enforcer:
             reason = (
                 f"phase {late[0].name} took longer than {late[0].timeout:.0f} s, and torchrun's store does not answer"
             )
-            reason += f" -> see the stacks in its log; if it is only slow, raise {option_of(late[0].name)}"
+            reason += f" -> see the stacks in its log; if it is only slow, raise {option_of(late[0])}"
         else:
             return
         self.dump(reason)
         self.last_word(self.own_failure(ExitCode.RETRY, "StoreSilent", reason))
 
     def _end_stopped(self, now: float) -> None:
-        if self.state.stop is None:
-            return
-        self._stop_since = self._stop_since or now
-        if now - self._stop_since > self.limits.grace:
+        stop = self.state.stop or self.wish.forgotten(now)
+        if stop is not None and now - stop.since > self.limits.work_after_stop:
             self.dump(f"ending this rank, runtime.grace of {self.limits.grace:.0f} s is over")
-            self._leave_stopped(f", before it could save: runtime.grace of {self.limits.grace:.0f} s was over")
+            self._leave_stopped(stop, f", before it could save: runtime.grace of {self.limits.grace:.0f} s was over")
 
-    def _leave_stopped(self, note: str) -> None:
-        code = self.state.stop or self.wish.pending or ExitCode.TERMINATED
-        report(stopped_status(code, self.state.phase.name, self.state.step, self.run_dir, note), self.run_dir)
-        self._exit(code, "stopped")
+    def _leave_stopped(self, stop: Stop, note: str) -> None:
+        report_once(stopped_status(stop.code, stop.cause, *self.state.place, self.run_dir, note), self.run_dir)
+        self._exit(stop.code, "stopped")
 
     def _exit(self, code: ExitCode, how: Leaving) -> None:
         self.goodbye = how

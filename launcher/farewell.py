@@ -14,6 +14,7 @@ from typing import IO, TYPE_CHECKING, NoReturn
 from launcher.errors import DeadlineError, ExitCode, PeerFailed, StopRequested
 from launcher.out_of_memory import is_out_of_memory, memory_report
 from launcher.outcome import (
+    STOP_KEY,
     Failure,
     Leaving,
     failed_status,
@@ -41,6 +42,8 @@ log = logging.getLogger("launcher")
 ECHO_SECONDS = 2.5
 # The watchdog decides what a signal means when its time for evidence is over; it looks this often.
 DECISION_SECONDS = 0.5
+# Where no signal is known by its name.
+CAUSES = {ExitCode.INTERRUPTED: "Ctrl-C", ExitCode.TERMINATED: "SIGTERM"}
 
 
 @dataclass
@@ -99,7 +102,7 @@ class Farewell:
             return self._stopped(error.code, phase)
         self._await_root_cause(error, has_wish)
         if self.state.stop is not None and self.state.failure is None:
-            return self._stopped(self.state.stop, phase, f"; while stopping: {type(error).__name__}: {error}")
+            return self._stopped(self.state.stop.code, phase, f"; while stopping: {type(error).__name__}: {error}")
         failure = self.state.failure or self._publish(error, phase)
         self.control.set(f"left/{self.role.rank}", "failed")
         self.state.leave_with(ExitCode(failure.code))
@@ -107,9 +110,12 @@ class Farewell:
 
     def _leave_alone(self, error: BaseException, phase: str) -> ExitCode:
         """The end where the store cannot be reached: the code is the stop's or the error's own."""
-        stop = error.code if isinstance(error, StopRequested) else self.state.stop
+        known = self.state.stop
+        stop = error.code if isinstance(error, StopRequested) else None if known is None else known.code
         if stop is not None and self.state.failure is None:
-            status = stopped_status(stop, phase, self.state.step, self.run_dir, "; the other ranks could not be told")
+            cause, step = known.cause if known else CAUSES[stop], self.state.step
+            note = "; the other ranks could not be told"
+            status = stopped_status(stop, cause, phase, step, self.run_dir, note)
         else:
             status = failed_status(self.state.failure or self._failure(error, phase), self.run_dir)
         report_alone(status, self.run_dir, self.role.local_rank)
@@ -153,9 +159,11 @@ class Farewell:
             time.sleep(0.02)
 
     def _stopped(self, code: ExitCode, phase: str, note: str = "") -> ExitCode:
-        place = {"code": int(code), "phase": phase, "step": self.state.step, "note": note}
+        told = self.control.claimed(STOP_KEY)  # whoever was asked has said by which signal
+        cause = told["cause"] if told else CAUSES[code]
+        place = {"code": int(code), "cause": cause, "phase": phase, "step": self.state.step, "note": note}
         self.control.set(f"stopped/{self.role.name}", place)
-        self._goodbye("stopped", stopped_status(code, phase, self.state.step, self.run_dir, note))
+        self._goodbye("stopped", stopped_status(code, cause, phase, self.state.step, self.run_dir, note))
         return code
 
     def _goodbye(self, how: Leaving, status: Status) -> None:
@@ -166,8 +174,8 @@ class Farewell:
             # Targets run ahead; the drafters know the step that training has reached.
             stopped = self.control.get("stopped/drafter") or self.control.get("stopped/target")
             if stopped is not None:
-                code, phase, step, note = ExitCode(stopped["code"]), stopped["phase"], stopped["step"], stopped["note"]
-                status = stopped_status(code, phase, step, self.run_dir, note)
+                code = ExitCode(stopped.pop("code"))
+                status = stopped_status(code, run_dir=self.run_dir, **stopped)
             report(status, self.run_dir)
 
     def _ranks_of_node(self) -> int:

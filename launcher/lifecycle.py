@@ -18,19 +18,21 @@ Who ends a rank, when, with which code of the run, and who writes `status.json`.
     a wait ran out                  main thread: fail            2.5 s (*)           75         who claims the failure
     a phase's deadline              own watchdog                 its timeout + 0.25  75         who claims the failure
     a peer of its node died         every watchdog there         0.25 s              75         who claims the failure
+    ... before it reported          every watchdog there         1.25 s              its own    who claims the failure
     a peer is silent                the watchdogs that watch it  heartbeat_timeout   75         who claims the failure
     another rank's failure          main thread: check, or else  0.25 s, or          that one's  already written
                                     own enforcer                 3 s after that
     first stop signal               main thread, after the vote  grace               130, 143   last rank of each node
-    runtime.grace is over           own enforcer                 grace               130, 143   that rank
+    runtime.grace is nearly over    own enforcer                 grace - 2 s (1/5)   130, 143   first rank to do so
     second stop signal, > 1 s later own enforcer                 at once             130, 143   that rank
     torchrun's store is gone        main thread: fail, or else   its next call, or   the error's first rank of each node
                                     own watchdog                 5 s                 or 75
     the store does not answer       own enforcer                 heartbeat_timeout   75         first rank of each node
     ... and a deadline has passed   own enforcer                 5 s                 75         first rank of each node
-    said goodbye, and still here    own enforcer                 10 s                unchanged  already written
+    said goodbye, and still here    own enforcer                 shutdown_timeout    unchanged  already written
     torchrun died                   the kernel                   at once             75         launch.sh
     an error before all this        refusal.py                   0 to 9 s            its own    launch.sh
+    a wait before it, in vain       refusal.py: the first rank   init_timeout        75         who claims the failure
 
 (*) An error that looks like the echo of another rank's end gives that one 2.5 s to be told first; a stop signal whose
 meaning is open 1.5 s. SIGTERM counts as a wish only if no rank of the node is found dead within 1 s of it.
@@ -42,15 +44,15 @@ import contextlib
 import faulthandler
 import math
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from launcher import faults
 from launcher.errors import DeadlineError, ExitCode, PeerFailed, StopRequested
 from launcher.farewell import Farewell
+from launcher.members import Member
 from launcher.outcome import failed_status, known_failure, record, status_folder
-from launcher.peers import Member
 from launcher.processes import die_with_parent
 from launcher.rank_log import RankLog
 from launcher.rank_state import Limits, Phase, RankState
@@ -71,16 +73,22 @@ class Lifecycle:
     """One rank's phases, waits and end. Main thread only, except for its watchdog."""
 
     def __init__(
-        self, control: Control, role: Role, world_size: int, run_dir: Path, log_path: Path, runtime: RuntimeConfig
+        self,
+        control: Control,
+        role: Role,
+        roles: Sequence[Role],
+        run_dir: Path,
+        log_path: Path,
+        runtime: RuntimeConfig,
     ) -> None:
-        self.control, self.role, self.world_size, self.run_dir = control, role, world_size, run_dir
-        self.log_path = log_path
-        self._limits = Limits(runtime.heartbeat_timeout, runtime.grace)
+        self.control, self.role, self.run_dir, self.log_path = control, role, run_dir, log_path
+        self._roles = roles
+        self._limits = Limits(runtime.heartbeat_timeout, runtime.grace, runtime.shutdown_timeout)
         # Outside all phases there is no deadline of its own: a peer that waits for this rank has one.
         self._state = RankState([Phase("start", time.monotonic(), math.inf, False)])
         self._stops_are_agreed = False
         self._watchdog: Watchdog | None = None
-        self._farewell = Farewell(control, role, world_size, run_dir, log_path, self._state, runtime.memory_snapshot)
+        self._farewell = Farewell(control, role, len(roles), run_dir, log_path, self._state, runtime.memory_snapshot)
 
     def start(self) -> None:
         """Catch signals, die with the parent, dump stacks on crashes, say who we are and start the watchdog."""
@@ -96,7 +104,7 @@ class Lifecycle:
         self.control.set(f"member/{self.role.rank}", vars(me))
         own_connection = self.control.clone()
         self._watchdog = Watchdog(
-            own_connection, me, self.world_size, self._state, inbox, self._limits, self.run_dir, self._log
+            own_connection, me, self._roles, self._state, inbox, self._limits, self.run_dir, self._log
         )
         self._watchdog.start()
         inbox.watched = True
@@ -128,15 +136,16 @@ class Lifecycle:
     @property
     def stop_code(self) -> ExitCode | None:
         """The exit code of an asked-for stop, None while nobody asked."""
-        return self._state.stop
+        return None if self._state.stop is None else self._state.stop.code
 
     @contextlib.contextmanager
-    def phase(self, name: str, timeout: float, defer_stop: bool = False) -> Generator[None]:
+    def phase(self, name: str, timeout: float, defer_stop: bool = False, option: str | None = None) -> Generator[None]:
         """A named stretch of work that ends this rank when it takes longer than `timeout` seconds.
 
-        `defer_stop` leaves stop wishes to the caller, who reads `stop_code` and agrees with the others.
+        `defer_stop` leaves stop wishes to the caller, who reads `stop_code` and agrees with the others. `option` holds
+        the deadline where that is not the one of this name.
         """
-        self._state.phases.append(Phase(name, time.monotonic(), timeout, defer_stop))
+        self._state.phases.append(Phase(name, time.monotonic(), timeout, defer_stop, option))
         self._tell_phase()
         try:
             faults.trip(name, self.step)
@@ -172,7 +181,7 @@ class Lifecycle:
         if (failure := self._state.failure) is not None:
             raise PeerFailed(str(failure))
         if self._state.stop is not None and not self._defers_stop:
-            raise StopRequested(self._state.stop)
+            raise StopRequested(self._state.stop.code)
 
     def wait_until(self, ready: Callable[[], bool], what: str, timeout: float, interval: float = 0.002) -> None:
         """Poll `ready` after `interval` seconds, then ever more rarely down to SLOW_POLL; the only way a rank waits.

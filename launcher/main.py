@@ -11,17 +11,19 @@ import signal
 import sys
 from pathlib import Path
 
-
-def _end(number: int, frame: object) -> None:
-    """A stop before anything has started, which the run's own handlers replace: its code, and no traceback."""
-    raise SystemExit(130 if number == signal.SIGINT else 143)
-
-
-for _number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
-    if signal.getsignal(_number) is not signal.SIG_IGN or _number != signal.SIGHUP:  # nohup
-        signal.signal(_number, _end)
 # torchrun puts launcher/ first on the path; the packages lie beside it.
 sys.path[0] = str(Path(__file__).resolve().parent.parent)
+
+from launcher.signal_inbox import StoppedBy, stop_signals  # noqa: E402
+
+
+def _end(number: int, frame: object) -> None:
+    """A stop before anything has started, which the run's own handlers replace."""
+    raise StoppedBy(signal.Signals(number))
+
+
+for _number in stop_signals():  # first of all: what else is imported takes a while
+    signal.signal(_number, _end)
 
 from launcher.cli import parse  # noqa: E402
 from launcher.config import to_toml  # noqa: E402

@@ -129,17 +129,16 @@ def failed_status(failure: Failure, run_dir: Path) -> Status:
         role=failure.role,
         phase=failure.phase,
         step=failure.step,
-        log=failure.log,
+        log=failure.log or None,
         last_checkpoint=None if checkpoint is None else str(checkpoint),
         resumable=checkpoint is not None and not hopeless,
         next_command=None if hopeless else resume_command(run_dir),
     )
 
 
-def stopped_status(code: ExitCode, phase: str, step: int, run_dir: Path, note: str = "") -> Status:
-    """The status of a run that was asked to stop."""
+def stopped_status(code: ExitCode, cause: str, phase: str, step: int, run_dir: Path, note: str = "") -> Status:
+    """The status of a run that was asked to stop; `cause` is the signal, as the user is told."""
     checkpoint = newest_published(run_dir)
-    cause = "Ctrl-C" if code is ExitCode.INTERRUPTED else "SIGTERM"
     return Status(
         state="stopped",
         code=code,
@@ -172,10 +171,16 @@ def report(status: Status, run_dir: Path) -> None:
         log.error("\n%s", final_box(status), extra={"announce": True})
 
 
+def report_once(status: Status, run_dir: Path) -> None:
+    """Report, unless the status has an end already; without the store, so that two ranks may do so at once."""
+    if reported_end(status_folder(run_dir)) is None:
+        report(status, run_dir)
+
+
 def report_alone(status: Status, run_dir: Path, local_rank: int) -> None:
     """Report without the store: the first rank of a node does, unless the status has an end already."""
-    if local_rank == 0 and reported_end(status_folder(run_dir)) is None:
-        report(status, run_dir)
+    if local_rank == 0:
+        report_once(status, run_dir)
 
 
 def reported_end(folder: Path) -> Status | None:

@@ -10,8 +10,6 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
-
 PR_SET_PDEATHSIG = 1
 # Of a log, where a crash is looked for.
 TAIL_BYTES = 64 << 10
@@ -81,15 +79,6 @@ def crash_in(log: Path) -> str | None:
         file.seek(max(0, log.stat().st_size - TAIL_BYTES))
         _, mark, rest = file.read().decode(errors="replace").rpartition("Fatal Python error: ")
     return rest.splitlines()[0] if mark and rest else None
-
-
-def missing_siblings(expected: int) -> int:
-    """How many of the `expected` processes that our parent started have ended; 0 when it cannot be told."""
-    parent = psutil.Process().parent()
-    if parent is None:
-        return 0
-    children = [child for child in parent.children() if child.status() != psutil.STATUS_ZOMBIE]
-    return max(0, expected - len(children))
 
 
 def shut_down_compile_workers() -> None:

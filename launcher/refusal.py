@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import os
 import select
 import sys
 from contextlib import suppress
-from typing import NoReturn
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
 
-from launcher.errors import LauncherError
-from launcher.outcome import claim_failure, failure_of
+from launcher.errors import DeadlineError, ExitCode, LauncherError
+from launcher.members import START_LOG, STATES
+from launcher.outcome import Failure, claim_failure, failure_of, publish_failure
+from launcher.processes import kill_process, read_process
+from launcher.run_folder import ATTEMPT_VARIABLE
 from launcher.runtime import RankEnv, connect
+from launcher.siblings import find_siblings
 from launcher.signal_inbox import catch_signals
+
+if TYPE_CHECKING:
+    from launcher.control import Control
 
 # How long the ranks that stay quiet about a bad start give the first one to say it.
 QUIET_SECONDS = 5.0
@@ -37,3 +46,27 @@ def tell_other_nodes(env: RankEnv, error: LauncherError) -> None:
     failure = failure_of(error, env.rank, f"of node {env.node}", "start", 0, "the console of that node")
     with suppress(LauncherError):  # nobody to tell: the store is where they all would be
         claim_failure(connect(env, QUIET_SECONDS), failure)
+
+
+def first_rank_is_lost(env: RankEnv) -> bool:
+    """Whether torchrun tidies up because of the rank that this one waits for before it can join."""
+    first = frozenset({env.rank - env.local_rank})
+    return catch_signals().asked is not None and bool(find_siblings().missing(first))
+
+
+def blame_first_rank(control: Control, env: RankEnv, error: DeadlineError, run_dir: Path) -> None:
+    """Name whom this rank has waited for in vain before it could join: the first one of all, or of its node.
+
+    Nothing in that rank would end it, so this does.
+    """
+    first = 0 if env.node == 0 else env.rank - env.local_rank
+    pid = find_siblings().pids.get(first)
+    process = None if pid is None else read_process(pid)
+    state = STATES.get(process.state, "it has not come that far") if process else "it is gone"
+    role = "target 0" if first == 0 else f"of node {env.node}"
+    log = Path(os.environ.get(ATTEMPT_VARIABLE, "")) / START_LOG
+    place = (role, "start", 0, ExitCode.RETRY, type(error).__name__, f"{error.what}: {state}")
+    failure = Failure(first, *place, str(log) if log.is_file() else "")
+    publish_failure(control, failure, run_dir, env.node)
+    if pid is not None and process is not None:
+        kill_process(pid, process.start_ticks)

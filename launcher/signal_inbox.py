@@ -16,11 +16,30 @@ from launcher.errors import ExitCode
 STOP_SIGNALS = {
     signal.SIGTERM: ExitCode.TERMINATED,
     signal.SIGUSR1: ExitCode.TERMINATED,
+    signal.SIGHUP: ExitCode.TERMINATED,
     signal.SIGINT: ExitCode.INTERRUPTED,
 }
 # A terminal and a parent, GNU timeout, or a scheduler and torchrun deliver one wish twice; only a later signal is a
 # second one.
 SAME_WISH_SECONDS = 1.0
+
+
+def stop_signals() -> list[signal.Signals]:
+    """The signals that ask this process to stop; not SIGHUP where it is ignored, as nohup asks for."""
+    return [n for n in STOP_SIGNALS if n is not signal.SIGHUP or signal.getsignal(n) is not signal.SIG_IGN]
+
+
+def cause_of(number: signal.Signals) -> str:
+    """What a stop signal is called in what the user reads."""
+    return "Ctrl-C" if number is signal.SIGINT else number.name
+
+
+class StoppedBy(SystemExit):
+    """The end of a process by a stop signal that nothing else takes: its code, and no traceback."""
+
+    def __init__(self, number: signal.Signals) -> None:
+        super().__init__(int(STOP_SIGNALS[number]))
+        self.stop_code, self.cause = STOP_SIGNALS[number], cause_of(number)
 
 
 class Wishes(list[signal.Signals]):
@@ -47,8 +66,9 @@ class SignalInbox:
             os.set_blocking(end, False)
         self.watched = False
         """Set once a thread drains the pipe; until then a second signal ends the process here."""
-        self._first: float | None = None
-        for number in STOP_SIGNALS:
+        self.asked: float | None = None
+        """When the first stop signal came (monotonic)."""
+        for number in stop_signals():
             signal.signal(number, self._on_signal)
         signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
 
@@ -62,8 +82,8 @@ class SignalInbox:
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
-        self._first = self._first or now
-        if not self.watched and now - self._first > SAME_WISH_SECONDS:
+        self.asked = self.asked or now
+        if not self.watched and now - self.asked > SAME_WISH_SECONDS:
             os._exit(STOP_SIGNALS[signal.Signals(number)])
 
 

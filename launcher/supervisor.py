@@ -18,6 +18,7 @@ from launcher.cli import Command, parse
 from launcher.compile_cache import private_folder
 from launcher.config import Config
 from launcher.console import Tee
+from launcher.deadlines import scale_deadlines
 from launcher.environment import check_environment
 from launcher.errors import ExitCode
 from launcher.fallback_status import fallback_status, own_lines
@@ -25,24 +26,25 @@ from launcher.fingerprint import collect
 from launcher.gpus import gpu_uuids
 from launcher.outcome import SUPERVISED, end_to_keep, record, reported_end, stopped_status
 from launcher.preflight import check_checkpoint, wait_for_gpus
+from launcher.rank_state import LAST_SECONDS, margin
 from launcher.restarts import Ended, going_on, may_restart, newest_checkpoint, why_given_up
 from launcher.roll_call import roll_call
 from launcher.run_folder import ATTEMPT_VARIABLE, keep_config, lock_run, open_attempt
 from launcher.runtime import RankEnv, choose_device
-from launcher.signal_inbox import Wishes
+from launcher.signal_inbox import StoppedBy, Wishes
 from launcher.split_choice import flags_of_another_start
 from launcher.started_as import STARTED_AS, as_launched
 from launcher.status import FILE_NAME, Status, final_box
 from launcher.topology import resolve_split
-from launcher.torchrun import Torchrun, collected_stops
+from launcher.torchrun import PASSED_ON, Torchrun, collected_stops
 
 # Of an attempt's folder, while it runs.
 ERRORS = "torchrun"
 MAIN, AGENT = (Path(__file__).resolve().parent / name for name in ("main.py", "agent.py"))
 RESTARTS_VARIABLE = "LAUNCHER_RESTARTS"
 CPU_RANKS = 8
-# What torchrun takes to end its workers and itself, beyond the time that the ranks have.
-TORCHRUN_SECONDS = 30.0
+# What torchrun takes to notice that its workers have ended, and to end itself.
+TORCHRUN_SECONDS = 5.0
 
 
 def supervise(command: Command, worker: Path = MAIN) -> int:
@@ -76,9 +78,9 @@ def supervise(command: Command, worker: Path = MAIN) -> int:
             ended = run_attempts(command, ranks, worker)
             while wants_another_start(ended.status, logs):
                 ended = run_attempts(parse([*command.args, *flags_of_another_start(logs)]), ranks, worker)
-        except SystemExit as stop:  # a stop signal (main.py) while no attempt was there to take it
+        except StoppedBy as stop:  # while no attempt was there to take the signal
             if logs.resolve() != former_attempt and end_to_keep(run_dir, config.dry_run) is None:
-                record_stop(ExitCode(stop.code), run_dir)
+                record_stop(stop, run_dir)
             raise
     return ExitCode.UNCLASSIFIED if ended.status.code is None else ended.status.code
 
@@ -96,10 +98,10 @@ def run_attempts(command: Command, ranks: int, worker: Path) -> Ended:
     return ended[-1]
 
 
-def record_stop(code: ExitCode, run_dir: Path) -> None:
+def record_stop(stop: StoppedBy, run_dir: Path) -> None:
     """What a stop between two attempts leaves: the run would have gone on, and was asked not to."""
     last = reported_end(run_dir)
-    status = stopped_status(code, "restart", (last and last.step) or 0, run_dir)
+    status = stopped_status(stop.stop_code, stop.cause, "restart", (last and last.step) or 0, run_dir)
     record(status, run_dir)
     say(final_box(status).rstrip())
 
@@ -161,8 +163,10 @@ def run_torchrun(torchrun: Torchrun, config: Config, attempt: Path, tee: Tee) ->
     with torchrun:
         assert torchrun.process.stdout is not None, "it was asked for as a pipe"
         copying = tee.follow(torchrun.process.stdout)
-        patience = config.runtime.grace + TORCHRUN_SECONDS
-        code = torchrun.wait(lambda: (reported_end(run_dir) or tee.heard) is not None, patience)
+        runtime = scale_deadlines(config, "cpu")[0].runtime
+        patience = LAST_SECONDS + runtime.shutdown_timeout + TORCHRUN_SECONDS
+        grace = runtime.grace - margin(runtime.grace) / 4
+        code = torchrun.wait(lambda: (reported_end(run_dir) or tee.heard) is not None, grace, patience)
         status = reported_end(run_dir) or tee.heard
     copying.join(timeout=2.0)
     if code is not None:  # else the ranks were killed, and what they saw of that in each other is not the cause
@@ -235,6 +239,7 @@ def rank_environment(
         RESTARTS_VARIABLE: str(restarts),
         # torchrun kills ranks that have not ended this long after it passed a signal on (torch 2.12; before, 30 s).
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(int(grace) + 10),
+        **PASSED_ON,
     }
     if terminal:  # the ranks write to a pipe and could not know
         told |= {"FORCE_COLOR": "1", "COLUMNS": str(shutil.get_terminal_size().columns)}

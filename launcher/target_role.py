@@ -13,7 +13,7 @@ from launcher.barrier import OrderedTurns
 from launcher.compile_cache import list_files_soon
 from launcher.compile_report import TurnBook, TurnReport
 from launcher.data import PackedRows, eval_prompts, prepare_rows, row_order
-from launcher.deadlines import lock_patience
+from launcher.deadlines import lock_patience, row_patience
 from launcher.rank import Models, Rank, agree_schedule, describe_models
 from launcher.recompiles import Recompiles
 from launcher.same_rows import publish_rows, rows_key
@@ -90,9 +90,7 @@ class RowProducer:
     def __init__(self, rank: Rank, models: Models, rows: PackedRows, target: TappedTarget, team: TargetTeam) -> None:
         self._rank, self._layout, self._rows, self._target, self._team = rank, models.layout, rows, target, team
         self._recompiles: Recompiles | None = None  # from the gate on, where layers are compiled
-        runtime = rank.config.runtime
-        # A drafter that saves, or takes its first step, asks for no rows meanwhile.
-        self._patience = 3 * runtime.step_timeout + runtime.save_timeout
+        self._patience = row_patience(rank.config.runtime)
         self._sender = self._make_sender() if team.leads else SharedRows(self._layout.buffer(rank.torch_device))
 
     def _make_sender(self) -> RowSender:

@@ -19,26 +19,26 @@ from types import FrameType
 
 import psutil
 
-from launcher.signal_inbox import Wishes
+from launcher.signal_inbox import STOP_SIGNALS, Wishes, stop_signals
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 POLL_SECONDS = 0.05
 LOOK_SECONDS = 1.0
+# What torchrun passes on to its workers; of itself it would be killed by SIGUSR1.
+PASSED_ON = {"PET_SIGNALS_TO_HANDLE": ",".join([*(number.name for number in STOP_SIGNALS), "SIGQUIT"])}
 # Ranks that outlive torchrun end by themselves within moments; none is waited for longer than this.
 LEAVE_SECONDS = 5.0
 
 
 @contextlib.contextmanager
 def collected_stops() -> Iterator[Wishes]:
-    """Stop signals only make the list longer meanwhile; SIGHUP stays ignored where nohup said so."""
+    """Stop signals only make the list longer meanwhile."""
     asked = Wishes()
-    numbers = [n for n in STOP_SIGNALS if n is not signal.SIGHUP or signal.getsignal(n) is not signal.SIG_IGN]
 
     def note(number: int, frame: FrameType | None) -> None:
         asked.add(number)
 
-    previous = {number: signal.signal(number, note) for number in numbers}
+    previous = {number: signal.signal(number, note) for number in stop_signals()}
     try:
         yield asked
     finally:
@@ -76,11 +76,11 @@ class Torchrun:
         kill_descendants(LEAVE_SECONDS if self.process.poll() is not None else 0.0)
         self.process.wait()
 
-    def wait(self, ended: Callable[[], bool], patience: float) -> int | None:
+    def wait(self, ended: Callable[[], bool], grace: float, patience: float) -> int | None:
         """torchrun's exit code; None if it had to be given up.
 
-        A first stop wish is passed on. torchrun is given up at the second one, or when it still runs `patience`
-        seconds after the first one or after the run itself has ended.
+        A first stop wish is passed on. torchrun is given up at the second one, or when it still runs `grace` seconds
+        after the first one, or `patience` seconds after the run itself has ended.
 
         Args:
             ended: whether the run has reported its end.
@@ -89,7 +89,7 @@ class Torchrun:
         while (code := self.process.poll()) is None:
             now = time.monotonic()
             if self.asked and not passed_on:
-                passed_on, deadline = True, min(deadline, now + patience)
+                passed_on, deadline = True, min(deadline, now + grace)
                 self._pass_on(self.asked[0])
             if now >= next_look:
                 next_look = now + LOOK_SECONDS
@@ -101,9 +101,8 @@ class Torchrun:
         return code
 
     def _pass_on(self, number: signal.Signals) -> None:
-        # torchrun knows these two; both mean "stop in good order" to the ranks.
         with contextlib.suppress(ProcessLookupError):
-            self.process.send_signal(number if number is signal.SIGINT else signal.SIGTERM)
+            self.process.send_signal(number)
 
 
 def kill_descendants(patience: float) -> None:

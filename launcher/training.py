@@ -16,7 +16,7 @@ from launcher.acceptance import Acceptance, Evaluator, evaluation_steps
 from launcher.bad_rows import find_bad_losses
 from launcher.balance import Balance
 from launcher.calibration import Calibration
-from launcher.deadlines import collective_patience
+from launcher.deadlines import collective_patience, first_step
 from launcher.drafter_step import DrafterStep, StepResult
 from launcher.errors import ExitCode, LauncherError, PeerFailed, StopRequested
 from launcher.journal import SHARED, Progress, clock
@@ -92,8 +92,10 @@ class Training:
     def _take_step(self, step: int) -> int:
         """Train on one step's rows; the exit code of a stop that was agreed on meanwhile, 0 to go on."""
         self.rank.lifecycle.step = step
-        limit = self.config.runtime.step_timeout * (3 if step == self.schedule.start_step else 1)
-        with self.rank.lifecycle.phase("step", limit, defer_stop=True):
+        runtime, first = self.config.runtime, step == self.schedule.start_step
+        limit = first_step(runtime) if first else runtime.step_timeout
+        option = "runtime.first_step_timeout" if first else None
+        with self.rank.lifecycle.phase("step", limit, defer_stop=True, option=option):
             with self.recompiles.watch("the training step"):
                 self._train(step)
             return self._vote_stop()

@@ -12,18 +12,21 @@ import select
 import threading
 import time
 import traceback
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
 from launcher.enforcer import STORE_LOST_SECONDS, TICK, Enforcer
 from launcher.errors import DeadlineError, ExitCode
+from launcher.members import Beat, Member
 from launcher.outcome import STOP_KEY, Failure, known_failure, publish_failure, tell_node
 from launcher.overdue import blame, overdue, overwaited
-from launcher.peers import Beat, Member, PeerTable
-from launcher.rank_state import Limits, Phase, RankState
+from launcher.peers import PeerTable
+from launcher.rank_state import Limits, Phase, RankState, Stop
 from launcher.signal_inbox import SignalInbox
 from launcher.stacks import is_in_collective
+from launcher.topology import Role
 
 if TYPE_CHECKING:
     from launcher.control import Control
@@ -37,11 +40,15 @@ MUTE_SECONDS = 5.0
 
 @dataclass
 class Watchdog:
-    """Runs in its own thread from `start` to `close`."""
+    """Runs in its own thread from `start` to `close`.
+
+    Args:
+        roles: those of all ranks.
+    """
 
     control: Control
     me: Member
-    world_size: int
+    roles: Sequence[Role]
     state: RankState
     inbox: SignalInbox
     limits: Limits
@@ -53,11 +60,14 @@ class Watchdog:
     _sequence: int = 0
 
     def __post_init__(self) -> None:
-        self._enforcer = Enforcer(self.control, self.me, self.state, self.inbox, self.limits, self.run_dir, self.log)
+        node = frozenset(role.rank for role in self.roles if role.node == self.me.node)
+        self._enforcer = Enforcer(
+            self.control, self.me, node, self.state, self.inbox, self.limits, self.run_dir, self.log
+        )
 
     def start(self) -> None:
         self._enforcer.start()
-        self.peers = PeerTable(self.me, self.world_size)
+        self.peers = PeerTable(self.me, self.roles)
         self._store_ok = time.monotonic()
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
         self._thread.start()
@@ -70,7 +80,7 @@ class Watchdog:
     def judge(self, error: DeadlineError, control: Control) -> Failure:
         """Whom a wait of the main thread has been in vain for; on the main thread's own connection."""
         own = self._own_beat(self.state.phase)
-        culprit = blame(own, self.peers.beats(control))
+        culprit = blame(own, self.peers.beats(control, time.monotonic()))
         return overwaited(error, own, culprit, self.peers.member(culprit.rank))
 
     def close(self) -> None:
@@ -96,7 +106,7 @@ class Watchdog:
     def _tick(self, now: float) -> None:
         try:
             self._pass_goodbye_on()
-            self._read_messages()
+            self._read_messages(now)
             self._check_deadline(now)
             self._beat(now)
             self._check_peers(now)
@@ -112,23 +122,29 @@ class Watchdog:
             enforcer.said.set()
 
     def _decide_stop(self, now: float) -> None:
-        code = None if self.state.failure else self._enforcer.wish.take(now)
-        if code is None:
+        wish = self._enforcer.wish
+        if self.state.stop or wish.pending:
+            self.state.training = self.peers.training(self.control)
+        stop = None if self.state.failure else wish.take(now)
+        if stop is None:
             return
-        unexplained = self._enforcer.wish.missing - self.peers.count_left_on_node(self.control)
-        if unexplained > 0:
-            reason = f"{unexplained} rank(s) of this node ended before they reported -> see their logs"
-            self._publish(self._enforcer.own_failure(ExitCode.RETRY, "PeerLost", reason))
-        else:
-            self.control.claim(STOP_KEY, {"code": int(code), "rank": self.me.rank})
-            self.state.stop = code
+        if (lost := self.peers.lost_before_report(wish.missing, self.control)) is not None:
+            self._publish(lost)
+            return
+        told = {"code": int(stop.code), "cause": stop.cause, "rank": self.me.rank, "age": now - stop.since}
+        self.control.claim(STOP_KEY, told)
+        self._learn_stop(now)
 
-    def _read_messages(self) -> None:
+    def _learn_stop(self, now: float) -> None:
+        """Take in a stop that a rank was asked for, of several the first that was told."""
+        if self.state.stop is None and (told := self.control.claimed(STOP_KEY)) is not None:
+            self.state.stop = Stop(ExitCode(told["code"]), told["cause"], now - told["age"])
+
+    def _read_messages(self, now: float) -> None:
         if self.state.failure is None and (failure := known_failure(self.control)) is not None:
             tell_node(self.control, failure, self.run_dir, self.me.node)
             self._learn(failure)
-        if self.state.stop is None and (wish := self.control.claimed(STOP_KEY)) is not None:
-            self.state.stop = ExitCode(wish["code"])
+        self._learn_stop(now)
 
     def _check_deadline(self, now: float) -> None:
         if self.state.failure or self.state.left:
@@ -140,7 +156,7 @@ class Watchdog:
 
     def _on_deadline(self, phase: Phase) -> None:
         self._enforcer.dump(f"phase {phase.name} took longer than {phase.timeout:.0f} s")
-        beats = self.peers.beats(self.control)
+        beats = self.peers.beats(self.control, time.monotonic())
         own = self._own_beat(phase)
         for beat in [own, *beats]:
             self._enforcer.say(f"  {beat}")

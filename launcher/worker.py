@@ -9,18 +9,19 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
+from launcher import faults
 from launcher.cli import Command
-from launcher.compile_cache import ActiveCache, activate, share_cache
+from launcher.compile_cache import activate
 from launcher.config import for_device
 from launcher.deadlines import collective_patience, scale_deadlines
 from launcher.environment import record_environment
-from launcher.errors import LauncherError
+from launcher.errors import DeadlineError, LauncherError
 from launcher.fingerprint import Fingerprint, collect
 from launcher.groups import join_groups
 from launcher.out_of_memory import record_history
 from launcher.outcome import STATUS_VARIABLE, end_to_keep
 from launcher.preflight import check_checkpoint
-from launcher.refusal import refuse, tell_other_nodes
+from launcher.refusal import blame_first_rank, first_rank_is_lost, refuse, tell_other_nodes
 from launcher.run_folder import ATTEMPT_VARIABLE, keep_config, lock_run, make_run_dir, open_attempt
 from launcher.runtime import Device, RankEnv, connect, point_traces, prepare_environment, set_threads
 from launcher.signal_inbox import catch_signals
@@ -48,55 +49,57 @@ class Start:
     fingerprint: Fingerprint
     notices: tuple[str, ...]
     choice: Choice
-    cache: ActiveCache | None
-    """None where another rank of the node checks it, until that one has."""
+    cache_folder: Path | None
 
 
 def run_rank(command: Command) -> NoReturn:
     """Set this rank up, play its role, and leave with the code that `status.json` gets."""
     catch_signals()
+    faults.trip("start")
     gc.disable()  # imports make a million objects that stay; looking for garbage among them takes a second
     env = RankEnv.read()
     os.environ.setdefault(STARTED_AS, under_torchrun(command, env))
+    control: Control | None = None
     with ExitStack() as stack:
         try:
             start = prepare(stack, command, env)
             control = connect(env, command.config.runtime.init_timeout)
+            control.hopeless = lambda: first_rank_is_lost(env)
             start = agree(start, control)
             attempt_dir = find_attempt(stack, start, control)
         except LauncherError as error:
-            if env.nodes > 1 and env.local_rank == 0:
+            if control is not None and isinstance(error, DeadlineError):
+                blame_first_rank(control, env, error, command.config.runtime.run_dir)
+            elif env.nodes > 1 and env.local_rank == 0:
                 tell_other_nodes(env, error)
             refuse(error, env.local_rank)
         play(stack, start, control, attempt_dir)
 
 
 def prepare(stack: ExitStack, command: Command, env: RankEnv) -> Start:
-    """Everything that must be settled before torch is imported: roles, device, environment, a node's compile cache."""
+    """Everything that must be settled before torch is imported: roles, device, cache folder, environment."""
     env.check_nodes()
     device = prepare_environment(command.config, env)
     config, grown = scale_deadlines(for_device(command.config, device.kind), device.kind)
     make_run_dir(config.runtime.run_dir)
     fingerprint = collect()
-    cache = None
+    session = os.environ.get(ATTEMPT_VARIABLE) or os.environ.get("TORCHELASTIC_RUN_ID", "run")
+    cache = activate(config, device.kind, fingerprint, session)
+    os.environ.update(cache.environment)
     if env.local_rank == 0:
-        session = os.environ.get(ATTEMPT_VARIABLE) or os.environ.get("TORCHELASTIC_RUN_ID", "run")
-        cache = activate(config, device.kind, fingerprint, session)
         stack.callback(cache.close)
-    rates = load_rates(cache.shared_folder if cache else None, config, device.ranks, env.nodes)
+    cache_folder = None if cache.private else cache.folder
+    rates = load_rates(cache_folder, config, device.ranks, env.nodes)
     choice = choose_split(config, env.local_world_size, rates, fingerprint.get("gpu"))
     settled, topology = replace(command, config=config), build_topology(choice.split, env.nodes)
-    notices = (*(cache.notices if cache else ()), *grown)
-    return Start(settled, env, topology, device, fingerprint, notices, choice, cache)
+    return Start(settled, env, topology, device, fingerprint, (*cache.notices, *grown), choice, cache_folder)
 
 
 def agree(start: Start, control: Control) -> Start:
-    """The same compile cache on every rank of a node, and the same split on every rank of every node."""
+    """The same split on every rank of every node."""
     env, timeout = start.env, start.command.config.runtime.init_timeout
-    cache = share_cache(start.cache, control, env.node, timeout)
-    os.environ.update(cache.environment)  # read by the compilers when they begin, not when torch is imported
     choice = agree_on_split(start.choice, control, env.rank, env.node, timeout)
-    return replace(start, cache=cache, choice=choice, topology=build_topology(choice.split, env.nodes))
+    return replace(start, choice=choice, topology=build_topology(choice.split, env.nodes))
 
 
 def find_attempt(stack: ExitStack, start: Start, control: Control) -> Path:
@@ -136,9 +139,7 @@ def play(stack: ExitStack, start: Start, control: Control, attempt_dir: Path) ->
     role, config = start.topology.roles[start.env.rank], start.command.config
     speaks = role.name == "drafter" and role.index == 0
     journal = Journal(role, attempt_dir / f"rank_{role.rank}.log", speaks)
-    lifecycle = Lifecycle(
-        control, role, start.topology.world_size, config.runtime.run_dir, journal.path, config.runtime
-    )
+    lifecycle = Lifecycle(control, role, start.topology.roles, config.runtime.run_dir, journal.path, config.runtime)
     lifecycle.start()
     try:
         rank = join(stack, start, control, attempt_dir, journal, lifecycle)
@@ -185,7 +186,7 @@ def join(
         groups,
         journal,
         memory,
-        start.cache.shared_folder if start.cache else None,
+        start.cache_folder,
         start.choice.guessed,
     )
 

@@ -14,15 +14,20 @@ import time
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 ROOT = Path(__file__).resolve().parents[1]
 if __name__ == "__main__":
     sys.path[0] = str(ROOT)
 
+from launcher import faults  # noqa: E402
 from launcher.config_sections import RuntimeConfig  # noqa: E402
 from launcher.lifecycle import Lifecycle  # noqa: E402
-from launcher.topology import Role  # noqa: E402
+from launcher.signal_inbox import catch_signals  # noqa: E402
+from launcher.topology import Role, Split, build_topology  # noqa: E402
+
+if TYPE_CHECKING:
+    from launcher.control import Control
 
 
 class FileControl:
@@ -157,10 +162,10 @@ def _scenario(name: str, life: Lifecycle, folder: Path) -> str:
         with life.phase("step", 60.0):
             time.sleep(60.0)
     elif name == "save":
+        life.step = 9 if rank == 0 else 4
         with life.phase("save", 60.0, defer_stop=True):
             (folder / f"saving-rank-{rank}").touch()
-            time.sleep(60.0 if rank == 1 else 1.5)
-        life.check()
+            time.sleep(60.0)
     elif name == "hanging-exit":
         life.finish("done")
         time.sleep(60.0)
@@ -169,17 +174,22 @@ def _scenario(name: str, life: Lifecycle, folder: Path) -> str:
 
 def _main(name: str, folder: Path) -> None:
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    role = Role(rank, "target", rank, 0, rank) if rank == 0 else Role(rank, "drafter", rank - 1, 0, rank)
+    catch_signals()
+    (folder / f"caught-rank-{rank}").touch()
+    faults.trip("start")
+    roles = build_topology(Split(1, world_size - 1)).roles if world_size > 1 else (Role(0, "target", 0, 0, 0),)
     runtime = RuntimeConfig(
         heartbeat_timeout=float(os.environ.get("HEARTBEAT", 60)),
         grace=float(os.environ.get("GRACE", 30)),
         init_timeout=float(os.environ.get("INIT_TIMEOUT", 180)),
     )
+    meet = float(os.environ.get("MEET", 20))
     log = folder / "logs" / f"rank_{rank}.log"
-    life = Lifecycle(FileControl(folder / "control"), role, world_size, folder, log, runtime)  # type: ignore[arg-type]
+    control = cast("Control", FileControl(folder / "control"))
+    life = Lifecycle(control, roles[rank], roles, folder, log, runtime)
     life.start()
     try:
-        life.wait_until(lambda: all(life.control.get(f"member/{r}") for r in range(world_size)), "all ranks", 20.0)
+        life.wait_until(lambda: all(life.control.get(f"member/{r}") for r in range(world_size)), "all ranks", meet)
         code = life.finish(_scenario(name, life, folder))
     except BaseException as error:
         code = life.fail(error)

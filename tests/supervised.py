@@ -25,13 +25,13 @@ from launcher.errors import LauncherError
 run_dir, worker, under, restarts = sys.argv[1:5]
 if under == "plain":  # the script itself stands in for torchrun, which takes seconds to start
     supervisor.torchrun_command = lambda command, ranks, worker, errors: [sys.executable, "-u", str(worker)]
-supervisor.TORCHRUN_SECONDS = 4.0
+supervisor.TORCHRUN_SECONDS = supervisor.LAST_SECONDS = 0.5
 def wait_for_gpus(*_):  # between two attempts for as long as the test says
     if (Path(run_dir) / "logs").exists() and (gap := float(os.environ["GAP"])):
         (Path(run_dir) / "gap").touch()
         time.sleep(gap)
 supervisor.wait_for_gpus = wait_for_gpus
-runtime = {"run_dir": run_dir, "device": "cpu", "grace": 1}
+runtime = {"run_dir": run_dir, "device": "cpu", "grace": 3, "shutdown_timeout": 2}
 options = {"runtime": runtime, "target": {"model": "random:tiny"}}
 config = validate(merge(options, json.loads(os.environ.get("OPTIONS", "{}"))))
 command = Command("train", ["--nproc", "2", "--flag=x"], config, nproc=2, max_restarts=int(restarts))

@@ -6,8 +6,19 @@ import pytest
 
 from launcher.config import Config, load_toml, merge, validate
 from launcher.config_sections import PRESETS
-from launcher.deadlines import Load, collective_patience, deadlines, default_of, load_of, scale_deadlines
+from launcher.deadlines import (
+    Load,
+    collective_patience,
+    deadlines,
+    default_of,
+    first_step,
+    load_of,
+    row_patience,
+    scale_deadlines,
+)
 from launcher.plan_shapes import run_shape
+
+GROWING = ("load_timeout", "step_timeout", "save_timeout", "shutdown_timeout")
 
 
 def preset(name: str, **runtime: float) -> Config:
@@ -19,12 +30,12 @@ def test_small_runs_keep_the_defaults() -> None:
     tiny = preset("tiny")
     assert scale_deadlines(tiny, "cpu") == (tiny, [])
     least = deadlines(Load(0, 0, 0), "cpu")
-    assert least == {name: default_of(name) for name in ("load_timeout", "step_timeout", "save_timeout")}
+    assert least == {name: default_of(name) for name in GROWING}
 
 
 def test_deadlines_grow_with_bytes_and_work_and_more_so_on_a_slower_device() -> None:
     large = Load(weights=140e9, checkpoint=40e9, step=4e15)
-    assert deadlines(large, "cuda") == {"load_timeout": 2800, "step_timeout": 2000, "save_timeout": 2000}
+    assert deadlines(large, "cuda") == dict(zip(GROWING, (2800, 2000, 2000, 90), strict=True))
     assert deadlines(large, "cpu")["step_timeout"] == 2_000_000
 
 
@@ -43,6 +54,13 @@ def test_what_was_asked_for_is_kept() -> None:
     scaled, lines = scale_deadlines(preset("qwen3-8b", save_timeout=50.0, step_timeout=7.0), "cpu")
     assert (scaled.runtime.save_timeout, scaled.runtime.step_timeout) == (50.0, 7.0)
     assert not any("save_timeout" in line for line in lines)
+
+
+def test_the_first_step_has_three_times_as_long_unless_told_otherwise() -> None:
+    large, _ = scale_deadlines(preset("qwen3-8b"), "cpu")
+    assert first_step(large.runtime) == 3 * large.runtime.step_timeout > 3 * default_of("step_timeout")
+    told = preset("tiny", first_step_timeout=7.0, step_timeout=9.0).runtime
+    assert first_step(told) == 7.0 and row_patience(told) == 9.0 + told.save_timeout
 
 
 def test_an_unknown_target_keeps_the_defaults() -> None:

@@ -14,7 +14,7 @@ from launcher.errors import ExitCode, StopRequested, UserError
 from launcher.farewell import Farewell
 from launcher.outcome import SUPERVISED, failure_code, record, report
 from launcher.rank_log import RankLog
-from launcher.rank_state import Phase, RankState
+from launcher.rank_state import Phase, RankState, Stop
 from launcher.status import Status, read_status, write_status
 from launcher.topology import Role
 from tests.rank_processes import FileControl
@@ -73,7 +73,7 @@ def test_a_rank_that_lost_the_store_leaves_with_its_code_and_tells_its_node(
 
 def test_a_stop_stays_one_when_the_store_goes_meanwhile(tmp_path: Path) -> None:
     rank = make(tmp_path)
-    rank.state.stop = ExitCode.INTERRUPTED
+    rank.state.stop = Stop(ExitCode.INTERRUPTED, "Ctrl-C", 0.0)
     assert fail(rank, DistNetworkError("connection closed")) == 130
     assert told(tmp_path)[:2] == ("stopped", 130)
 

@@ -105,7 +105,9 @@ def test_a_wait_that_runs_out_blames_the_rank_that_works_on(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    ("number", "code"), [(signal.SIGTERM, 143), (signal.SIGUSR1, 143), (signal.SIGINT, 130)], ids=lambda v: str(int(v))
+    ("number", "code"),
+    [(signal.SIGTERM, 143), (signal.SIGUSR1, 143), (signal.SIGHUP, 143), (signal.SIGINT, 130)],
+    ids=lambda v: str(int(v)),
 )
 def test_one_signal_to_one_rank_stops_all(tmp_path: Path, number: signal.Signals, code: int) -> None:
     ranks = start_ranks("long", tmp_path, 2)
@@ -115,6 +117,7 @@ def test_one_signal_to_one_rank_stops_all(tmp_path: Path, number: signal.Signals
     assert [code for code, _ in ended] == [0, 0], "torchrun must not take a stopped rank for a failed one"
     status = _status(tmp_path)
     assert (status.state, status.code) == ("stopped", code)
+    assert status.reason.startswith(f"stopped by {'Ctrl-C' if code == 130 else number.name} at step")
     assert "--resume auto" in (status.next_command or "")
     assert "Traceback" not in "".join(text for _, text in ended)
 
@@ -145,16 +148,19 @@ def test_a_second_signal_leaves_at_once_though_the_store_hangs(tmp_path: Path) -
     assert _status(tmp_path).code == 130
 
 
-def test_a_stop_waits_for_a_phase_that_defers_it(tmp_path: Path) -> None:
-    """Rank 1 is cut off when `runtime.grace` is over, rank 0 ends its phase first."""
-    ranks = start_ranks("save", tmp_path, 2, GRACE="3")
+def test_a_stop_waits_for_a_phase_that_defers_it_but_not_longer_than_grace(tmp_path: Path) -> None:
+    """Rank 1, the drafter, hangs in its save at step 4; rank 0, the target, is at step 9 and then cut off as well."""
+    ranks = start_ranks("save", tmp_path, 2, GRACE="4")
     wait_for(tmp_path / "saving-rank-1")
+    wait_for(tmp_path / "saving-rank-0")
+    asked = time.monotonic()
     for rank in ranks:
-        rank.send_signal(signal.SIGTERM)
-    end_ranks(ranks)
+        rank.send_signal(signal.SIGUSR1)
+    assert [code for code, _ in end_ranks(ranks)] == [0, 0]
+    assert 2 < time.monotonic() - asked < 4, "everything is over within runtime.grace"
     status = _status(tmp_path)
-    assert (status.state, status.code) == ("stopped", 143)
-    assert "runtime.grace" in status.reason
+    assert (status.state, status.code, status.phase, status.step) == ("stopped", 143, "save", 4)
+    assert status.reason == "stopped by SIGUSR1 at step 4, before it could save: runtime.grace of 4 s was over"
 
 
 def test_a_second_signal_leaves_at_once(tmp_path: Path) -> None:
@@ -164,8 +170,8 @@ def test_a_second_signal_leaves_at_once(tmp_path: Path) -> None:
     time.sleep(2)
     ranks[1].send_signal(signal.SIGTERM)
     ranks[1].wait(10)  # runtime.grace would be 30 s
-    end_ranks(ranks)
-    assert _status(tmp_path).code == 143
+    end_ranks(ranks, timeout=0.0)
+    assert _status(tmp_path).code == 143 and "second signal" in _status(tmp_path).reason
 
 
 def test_sigterm_after_a_peers_death_is_not_taken_for_a_wish(tmp_path: Path) -> None:

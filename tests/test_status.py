@@ -55,7 +55,7 @@ def test_a_configuration_error_offers_no_resume(tmp_path: Path) -> None:
 
 
 def test_a_stop_says_by_what_and_how_to_go_on(tmp_path: Path) -> None:
-    status = stopped_status(ExitCode.INTERRUPTED, "step", 7, tmp_path)
+    status = stopped_status(ExitCode.INTERRUPTED, "Ctrl-C", "step", 7, tmp_path)
     assert status.state == "stopped" and status.code == 130 and "Ctrl-C at step 7" in status.reason
     assert "--resume auto" in final_box(status)
 

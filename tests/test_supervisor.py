@@ -61,9 +61,9 @@ def test_a_run_that_ends_without_a_word_gets_a_status(run: Callable[..., Run], b
 
 STOPPABLE = """
 def stop(number, frame):
-    end('stopped', {signal.SIGINT: 130, signal.SIGTERM: 143}[number], step=4)
+    end('stopped', 130 if number == signal.SIGINT else 143, step=4, reason=signal.Signals(number).name)
     sys.exit(1)
-for number in (signal.SIGINT, signal.SIGTERM): signal.signal(number, stop)
+for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP): signal.signal(number, stop)
 (run_dir / 'up').touch()
 time.sleep(60)
 """
@@ -77,7 +77,7 @@ def test_a_stop_signal_is_passed_on_once(run: Callable[..., Run], sent: signal.S
     started.wait_for("up")
     started.process.send_signal(sent)
     assert started.end()[0] == code
-    assert started.status["step"] == 4
+    assert started.status["step"] == 4 and started.status["reason"] == sent.name
 
 
 def test_one_wish_that_comes_twice_stops_in_good_order(run: Callable[..., Run]) -> None:
@@ -115,7 +115,7 @@ def test_a_run_that_ignores_the_first_signal_is_given_up_after_its_grace(run: Ca
     started = run(STUBBORN)
     started.wait_for("up")
     started.process.send_signal(signal.SIGTERM)
-    assert started.end(timeout=15)[0] == 143
+    assert started.end(timeout=8)[0] == 143  # runtime.grace is 3 s here
 
 
 def test_an_agent_that_hangs_after_the_end_is_given_up(run: Callable[..., Run]) -> None:

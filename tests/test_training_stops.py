@@ -16,6 +16,7 @@ from launcher.config import validate
 from launcher.config_sections import RuntimeConfig
 from launcher.errors import ExitCode, StopRequested
 from launcher.lifecycle import Lifecycle
+from launcher.rank_state import Stop
 from launcher.run_record import BOTTLENECK
 from launcher.schedule import Schedule
 from launcher.topology import Role, Split, build_topology
@@ -33,7 +34,7 @@ class Loop:
         self.stop_in, self.better_at, self.said = stop_in, better_at, []
         self.control = FileControl(folder / "control")
         role = Role(1, "drafter", 0, 0, 1)
-        self.life = Lifecycle(cast(Any, self.control), role, 2, folder, folder / "rank.log", RuntimeConfig())
+        self.life = Lifecycle(cast(Any, self.control), role, [role], folder, folder / "rank.log", RuntimeConfig())
         rank = SimpleNamespace(
             lifecycle=self.life,
             control=self.control,
@@ -61,7 +62,7 @@ class Loop:
     def _come_to(self, place: str) -> None:
         """Where the stop comes in; it also shows in a wait of that place, as the ones for a pending save do."""
         if place == self.stop_in and self.life.step >= 2:
-            self.life._state.stop = ExitCode.TERMINATED
+            self.life._state.stop = Stop(ExitCode.TERMINATED, "SIGTERM", 0.0)
         looks = iter([False, False, True])
         self.life.wait_until(lambda: next(looks), f"what {place} waits for", 10.0)
 
@@ -103,7 +104,7 @@ def test_a_stop_at_any_place_of_the_loop_ends_it_after_a_step_and_a_save(tmp_pat
 def test_a_stop_that_came_while_the_run_was_loaded_ends_it_before_the_first_row(tmp_path: Path) -> None:
     """The targets have left by then: a drafter that asked them for a row would wait until its grace is over."""
     loop = Loop(tmp_path, "step")
-    loop.life._state.stop = ExitCode.TERMINATED
+    loop.life._state.stop = Stop(ExitCode.TERMINATED, "SIGTERM", 0.0)
     with pytest.raises(StopRequested):
         loop.training.run()
     assert loop.control.get("ended") == 0 and loop.saves == [] and loop.training.acceptance == {}

@@ -4,26 +4,32 @@ from __future__ import annotations
 
 import os
 import subprocess
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, cast
 
 import pytest
 
 from launcher.enforcer import STORE_LOST_SECONDS, Enforcer
+from launcher.members import Beat, Member, watches
 from launcher.overdue import blame
-from launcher.peers import Beat, Member, PeerTable, watches
+from launcher.peers import PeerTable
 from launcher.processes import crash_in, describe_exit, is_alive, read_process
 from launcher.rank_log import RankLog
 from launcher.rank_state import Limits, Phase, RankState
+from launcher.siblings import Siblings, rank_of
 from launcher.signal_inbox import SignalInbox
 from launcher.stacks import is_in_collective
 from launcher.status import read_status
-from launcher.topology import Role
+from launcher.topology import Split, build_topology
 from launcher.watchdog import Watchdog
 from tests.rank_processes import FileControl
 
 if TYPE_CHECKING:
     from launcher.control import Control
+
+
+ROLES = build_topology(Split(1, 1)).roles
 
 
 def _beat(rank: int, step: int, waiting: bool, seconds: float = 1.0) -> Beat:
@@ -58,8 +64,8 @@ def test_who_watches_whom() -> None:
 
 @pytest.fixture
 def table(tmp_path: Path) -> tuple[PeerTable, Control]:
-    me = Member.this_process(Role(0, "target", 0, 0, 0), "rank_0.log")
-    return PeerTable(me, 2), cast("Control", FileControl(tmp_path))
+    me = Member.this_process(ROLES[0], "rank_0.log")
+    return PeerTable(me, ROLES), cast("Control", FileControl(tmp_path))
 
 
 def _join(control: Control, process: subprocess.Popen[bytes]) -> None:
@@ -118,6 +124,20 @@ def test_silence_is_measured_on_the_own_clock_and_forgiven_after_an_own_pause(
     peers.close()
 
 
+def test_who_is_missing_among_the_children_of_the_parent() -> None:
+    """Nobody, as long as a child whose environment is not ours to read may be the one."""
+    me, expected = os.getpid(), frozenset({0, 1, 2})
+    assert Siblings({0: me, 2: 7}).missing(expected) == {1}
+    assert Siblings({0: me, 2: 7}, unreadable=1).missing(expected) == frozenset()
+    assert Siblings({0: me}, unreadable=1).missing(expected) == {1, 2}
+    assert Siblings({1: 7}).missing(expected) == frozenset(), "this process is no child of torchrun's"
+    with subprocess.Popen(["sleep", "60"], env={"RANK": "5"}) as process:
+        time.sleep(0.2)
+        assert rank_of(process.pid) == 5
+        process.kill()
+    assert rank_of(process.pid) is None
+
+
 def test_a_used_again_pid_is_not_the_same_process() -> None:
     state = read_process(os.getpid())
     assert state is not None
@@ -143,10 +163,10 @@ def test_a_watchdog_that_lost_the_store_tells_its_node_and_ends_the_rank(
     dog = Watchdog(
         cast("Control", None),
         _member(8, local_rank=0),
-        9,
+        ROLES,
         state,
         cast(SignalInbox, None),
-        Limits(60, 30),
+        Limits(60, 30, 10),
         tmp_path,
         log,
     )
@@ -169,7 +189,7 @@ def test_a_deadline_holds_though_the_store_hangs(tmp_path: Path, monkeypatch: py
     control.asked_at = 0.0
     log, state = RankLog(tmp_path / "rank.log"), RankState([Phase("step", 0.0, 10.0, True)])
     inbox, me = SignalInbox(), _member(0)
-    enforcer = Enforcer(cast("Control", control), me, state, inbox, Limits(600, 30), tmp_path, log)
+    enforcer = Enforcer(cast("Control", control), me, frozenset({0}), state, inbox, Limits(600, 30, 10), tmp_path, log)
     enforcer._tick(100.0)
     enforcer._tick(101.0)
     with pytest.raises(SystemExit) as left:
