@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from launcher import faults
 from launcher.cli import Command
-from launcher.compile_cache import activate
+from launcher.compile_cache import ActiveCache, activate, share_cache
 from launcher.config import for_device
 from launcher.deadlines import collective_patience, scale_deadlines
 from launcher.environment import record_environment
@@ -49,7 +49,8 @@ class Start:
     fingerprint: Fingerprint
     notices: tuple[str, ...]
     choice: Choice
-    cache_folder: Path | None
+    cache: ActiveCache | None
+    """None where another rank of the node checks it, until that one has."""
 
 
 def run_rank(command: Command) -> NoReturn:
@@ -77,29 +78,31 @@ def run_rank(command: Command) -> NoReturn:
 
 
 def prepare(stack: ExitStack, command: Command, env: RankEnv) -> Start:
-    """Everything that must be settled before torch is imported: roles, device, cache folder, environment."""
+    """Everything that must be settled before torch is imported: roles, device, environment, a node's compile cache."""
     env.check_nodes()
     device = prepare_environment(command.config, env)
     config, grown = scale_deadlines(for_device(command.config, device.kind), device.kind)
     make_run_dir(config.runtime.run_dir)
     fingerprint = collect()
-    session = os.environ.get(ATTEMPT_VARIABLE) or os.environ.get("TORCHELASTIC_RUN_ID", "run")
-    cache = activate(config, device.kind, fingerprint, session)
-    os.environ.update(cache.environment)
+    cache = None
     if env.local_rank == 0:
+        session = os.environ.get(ATTEMPT_VARIABLE) or os.environ.get("TORCHELASTIC_RUN_ID", "run")
+        cache = activate(config, device.kind, fingerprint, session)
         stack.callback(cache.close)
-    cache_folder = None if cache.private else cache.folder
-    rates = load_rates(cache_folder, config, device.ranks, env.nodes)
+    rates = load_rates(cache.shared_folder if cache else None, config, device.ranks, env.nodes)
     choice = choose_split(config, env.local_world_size, rates, fingerprint.get("gpu"))
     settled, topology = replace(command, config=config), build_topology(choice.split, env.nodes)
-    return Start(settled, env, topology, device, fingerprint, (*cache.notices, *grown), choice, cache_folder)
+    notices = (*(cache.notices if cache else ()), *grown)
+    return Start(settled, env, topology, device, fingerprint, notices, choice, cache)
 
 
 def agree(start: Start, control: Control) -> Start:
-    """The same split on every rank of every node."""
+    """The same compile cache on every rank of a node, and the same split on every rank of every node."""
     env, timeout = start.env, start.command.config.runtime.init_timeout
+    cache = share_cache(start.cache, control, env.node, timeout)
+    os.environ.update(cache.environment)  # read by the compilers when they begin, not when torch is imported
     choice = agree_on_split(start.choice, control, env.rank, env.node, timeout)
-    return replace(start, choice=choice, topology=build_topology(choice.split, env.nodes))
+    return replace(start, cache=cache, choice=choice, topology=build_topology(choice.split, env.nodes))
 
 
 def find_attempt(stack: ExitStack, start: Start, control: Control) -> Path:
@@ -186,7 +189,7 @@ def join(
         groups,
         journal,
         memory,
-        start.cache_folder,
+        start.cache.shared_folder if start.cache else None,
         start.choice.guessed,
     )
 
