@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import io
 import os
+import sys
 import threading
 from collections import deque
 from functools import cache
@@ -85,6 +87,13 @@ class Outlet(io.BufferedIOBase):
             line = self._lines.popleft()
             self._kept -= len(line)
             return note.encode() + line
+
+
+def guard_stderr() -> None:
+    """From here on nothing that this process says on stderr waits for its reader; its end does, for a moment."""
+    out = outlet(2)
+    sys.stderr = io.TextIOWrapper(out, encoding="utf-8", errors="backslashreplace", write_through=True)
+    atexit.register(out.drain)
 
 
 @cache

@@ -25,6 +25,7 @@ from launcher.fallback_status import fallback_status, own_lines
 from launcher.fingerprint import collect
 from launcher.gpus import gpu_uuids
 from launcher.outcome import SUPERVISED, end_to_keep, record, reported_end, stopped_status
+from launcher.outlet import guard_stderr
 from launcher.preflight import check_checkpoint, wait_for_gpus
 from launcher.rank_state import LAST_SECONDS, margin
 from launcher.restarts import Ended, going_on, may_restart, newest_checkpoint, why_given_up
@@ -60,6 +61,7 @@ def supervise(command: Command, worker: Path = MAIN) -> int:
         RollCallError: of several nodes another one cannot start, or does not call.
     """
     config, run_dir = command.config, command.config.runtime.run_dir
+    guard_stderr()
     os.environ[STARTED_AS] = as_launched(command)  # for the ranks, and for this process
     with ExitStack() as held:
         with roll_call(command, say) as ready:

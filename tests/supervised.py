@@ -58,7 +58,14 @@ class Run:
     """A supervised run in its own process, with a mark by which all its processes are found."""
 
     def __init__(
-        self, folder: Path, body: str, under: str = "plain", restarts: int = 0, gap: float = 0.0, **options: object
+        self,
+        folder: Path,
+        body: str,
+        under: str = "plain",
+        restarts: int = 0,
+        gap: float = 0.0,
+        stderr: int = subprocess.PIPE,
+        **options: object,
     ) -> None:
         self.dir, self.worker = folder / "run", folder / "worker.py"
         self.mark = f"{os.getpid()}-{time.monotonic_ns()}"
@@ -66,7 +73,7 @@ class Run:
         self.process = subprocess.Popen(
             [sys.executable, "-c", DRIVER, str(self.dir), str(self.worker), under, str(restarts)],
             stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+            stderr=stderr,
             text=True,
             cwd=ROOT,
             env=os.environ

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 from collections.abc import Callable
 
 import pytest
 
 from launcher.config import validate
+from tests.full_pipes import fill
 from tests.supervised import Run
 from tests.supervised import start_runs as start_runs
 from tests.test_preflight import saved
@@ -71,6 +73,18 @@ def test_a_stop_between_two_attempts_is_what_the_run_ended_with(run: Callable[..
     code, _, err = started.end()
     assert code == 143 and "run stopped (exit code 143)" in err
     assert (started.status["state"], started.status["code"], started.status["step"]) == ("stopped", 143, 4)
+    assert started.status["reason"] == "stopped by SIGUSR1 at step 4"
+
+
+def test_a_caller_that_does_not_read_stderr_holds_nothing_up(run: Callable[..., Run]) -> None:
+    reading, writing = os.pipe()
+    fill(writing)
+    started = run("end('failed', 75, step=4)\nsys.exit(1)", restarts=5, gap=60, stderr=writing)
+    started.wait_for("gap")
+    started.process.send_signal(signal.SIGTERM)
+    assert started.end()[0] == 143
+    os.close(reading)
+    os.close(writing)
 
 
 @pytest.mark.parametrize("state", ["stopped", "finished"])
