@@ -5,6 +5,7 @@ A scenario is played by the first test that looks at it (conftest.py); its other
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,8 @@ from launcher.trial import STRUCK, Running, Trial, run_trial
 
 # No start may take longer, the fault's own deadline included; generous because runs share few cores.
 LIMIT = 500.0
+# From a failure to the end of all; from a stop signal, `runtime.grace`.
+FAILURE_SECONDS, GRACE_SECONDS = 15.0, 30.0
 FLAGS = [
     "--preset=tiny",
     "--device=cpu",
@@ -28,6 +31,25 @@ FLAGS = [
     "--checkpoint.asynchronous=false",
     "--runtime.step_timeout=40",
 ]
+
+
+def ends_within(seconds: float = FAILURE_SECONDS) -> Callable[[Running], None]:
+    """From the moment when the fault strikes; a run that takes longer counts as one that never ends."""
+
+    def wait(running: Running) -> None:
+        running.process.wait(seconds)
+
+    return wait
+
+
+def stop_by(number: signal.Signals) -> Callable[[Running], None]:
+    """Ask for a stop, which must be over within `runtime.grace`."""
+
+    def stop(running: Running) -> None:
+        running.send(number)
+        running.process.wait(GRACE_SECONDS)
+
+    return stop
 
 
 @dataclass(frozen=True)
@@ -108,6 +130,16 @@ def check(trial: Trial, state: str, code: int, words: tuple[str, ...] = ()) -> N
     if state in {"failed", "stopped"} and code != 78:
         assert "--resume auto" in last_lines
     assert "Traceback" not in trial.console, trial.console
+
+
+def check_logs(trial: Trial, culprit: int, words: str, silent: bool = False) -> None:
+    """The log of every rank names the one at fault and its error; not its own if it had no time to."""
+    logs = {path.stem: path.read_text() for path in trial.run_dir.glob("attempts/1/rank_*.log")}
+    if silent:
+        del logs[f"rank_{culprit}"]
+    assert logs
+    for name, text in logs.items():
+        assert words in text and (f"rank {culprit}" in text or name == f"rank_{culprit}"), f"{name}:\n{text}"
 
 
 def newest(run_dir: Path) -> Path:

@@ -5,19 +5,18 @@ from __future__ import annotations
 import pytest
 
 from tests.faults.conftest import Results
-from tests.faults.harness import Scenario, Start, check
+from tests.faults.harness import Scenario, Start, check, ends_within
 
 
 def _one(name: str, fault: str, *flags: str) -> Scenario:
-    return Scenario(name, (Start(fault, flags),))
+    return Scenario(name, (Start(fault, flags, ends_within()),))
 
 
-# A fault whose place does not matter strikes in init, before most of the imports. A kill in a save is in test_resume;
-# a segfault in a step, and more in other phases, in test_soak.
+# A fault whose place does not matter strikes in init, before most of the imports. A kill in a turn is in test_turns, in
+# a save in test_resume; a segfault in a step, and more in other phases, in test_soak.
 # Rank 0 is the target, rank 1 a drafter. Steps count from 0.
 FAILURES = [
     (_one("target raises", "raise@step:3:0"), 1, ("0 target 0 step", "injected error")),
-    (_one("killed in turn", "kill@turn:1"), 75, ("1 drafter 0 turn", "SIGKILL", "out of memory")),
     (
         _one("out of memory", "oom@init:1"),
         75,

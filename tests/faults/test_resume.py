@@ -10,7 +10,7 @@ import pytest
 from launcher.checkpoint_folder import published
 from launcher.trial import Trial
 from tests.faults.conftest import Results
-from tests.faults.harness import Scenario, Start, check, newest
+from tests.faults.harness import Scenario, Start, check, newest, stop_by
 
 
 def _flip(folder: Path) -> None:
@@ -32,14 +32,14 @@ def _flip_all(run_dir: Path) -> None:
 
 
 LAST_STEP = 13
-# SIGTERM in a step; then in a save of the start that goes on from there, with one more target. The third finds a cut
-# compile cache and a flipped byte, has more drafters, 2 rows for its 3 ranks and 6 micro-batches a step, a NaN, a full
-# disk and no W&B. Then come another model, and nothing usable.
+# SIGTERM in a step; then SIGUSR1 in a save of the start that goes on from there, with one more target. The third finds
+# a cut compile cache and a flipped byte, has more drafters, 2 rows for its 3 ranks and 6 micro-batches a step, a NaN, a
+# full disk and no W&B. Then come another model, and nothing usable.
 HISTORY = Scenario(
     "history",
     (
-        Start("slow=5@step:3:1", act=lambda run: run.send(signal.SIGTERM)),
-        Start("slow=5@save-shard:6:2", act=lambda run: run.send(signal.SIGTERM), split=(2, 1), steps=60),
+        Start("slow=5@step:3:1", act=stop_by(signal.SIGTERM)),
+        Start("slow=5@save-shard:6:2", act=stop_by(signal.SIGUSR1), split=(2, 1), steps=60),
         Start(
             "nan@step:9:2;diskfull@save-shard:10:1",
             ("--log.wandb=x", "--data.max_chats=4", "--train.accumulation=3"),
@@ -79,9 +79,9 @@ def test_sigterm_in_a_step_saves_and_the_next_start_goes_on(results: Results, sc
 
 
 @pytest.mark.parametrize("scenario", [HISTORY], ids=str)
-def test_sigterm_in_a_save_lets_it_finish(results: Results, scenario: Scenario) -> None:
+def test_sigusr1_in_a_save_lets_it_finish(results: Results, scenario: Scenario) -> None:
     stopped = results(scenario)[1]
-    check(stopped, "stopped", 143)
+    check(stopped, "stopped", 143, (f"stopped by SIGUSR1 at step {stopped.status.step}",))
     assert stopped.status.step in (6, 7)
     assert str(stopped.status.last_checkpoint).endswith(f"step-{stopped.status.step}")
 

@@ -12,19 +12,12 @@ import pytest
 
 from launcher.cache_files import read_manifest
 from launcher.config_sections import DEMO_CHATS
-from launcher.trial import Running
 from tests.faults.conftest import Results
-from tests.faults.harness import Scenario, Start, check
+from tests.faults.harness import FAILURE_SECONDS, Scenario, Start, check, check_logs, ends_within
 
 # Rank 0 is the target, the others are drafters.
 DRY = ("--dry-run",)
-FAILURE_SECONDS = 15.0
-GROUP_SECONDS = 30
-
-
-def ends_soon(running: Running) -> None:
-    """From the fault on; a run that takes longer counts as one that never ends."""
-    running.process.wait(FAILURE_SECONDS)
+GROUP_SECONDS, TURN_SECONDS = 30, 5
 
 
 def turns_of(scenario: Scenario, results: Results) -> list[dict[str, Any]]:
@@ -47,8 +40,23 @@ SLOW_LEADER = Scenario(
         ),
     ),
 )
-# Another waits for its turn when this one raises; `segfault in turn` and `hang in turn` are elsewhere.
-RAISES = Scenario("raise in turn", (Start("raise@turn:2", DRY, ends_soon, split=(1, 3)),))
+# Of three drafters one has had its turn and one waits for it when the second raises. A hang counts from its deadline.
+RAISES = Scenario("raise in turn", (Start("raise@turn:2", DRY, ends_within(), split=(1, 3)),))
+KILLED = Scenario("kill in turn", (Start("kill@turn:1", DRY, ends_within(), split=(1, 2)),))
+HANGS = Scenario(
+    "hang in turn",
+    (
+        Start(
+            "hang@turn:1", (*DRY, f"--compile.turn_timeout={TURN_SECONDS}"), ends_within(TURN_SECONDS + FAILURE_SECONDS)
+        ),
+    ),
+)
+# What fails, with which code, rank and words; and the error as every log has it.
+FAILURES = [
+    (RAISES, 1, 2, ("drafter 1 turn",), "injected error in phase turn"),
+    (KILLED, 75, 1, ("drafter 0 turn", "out of memory"), "was killed by SIGKILL"),
+    (HANGS, 75, 1, ("drafter 0 turn", "compile.turn_timeout"), "phase turn took longer than 5 s"),
+]
 
 
 def compile_cache(run_dir: Path) -> Path:
@@ -64,13 +72,13 @@ def leave_unlisted(run_dir: Path) -> None:
 
 
 # Rank 0 lists the files of its node's compile cache; a later start is killed once it has.
-KILLED = Scenario(
+KILLED_LATER = Scenario(
     "killed after the gate",
     (Start("", DRY), Start("slow=5@step:1:0;kill@step:2:0", before=leave_unlisted)),
 )
 
 
-@pytest.mark.parametrize("scenario", [KILLED], ids=str)
+@pytest.mark.parametrize("scenario", [KILLED_LATER], ids=str)
 def test_a_run_that_is_killed_has_listed_what_its_gate_compiled(results: Results, scenario: Scenario) -> None:
     _, killed = results(scenario)
     check(killed, "failed", 75, ("0 target",))
@@ -103,10 +111,13 @@ def test_the_leader_may_outlast_the_timeout_of_process_groups_and_the_others_go_
     assert second["start"] < third["end"] and third["start"] < second["end"]
 
 
-@pytest.mark.parametrize("scenario", [RAISES], ids=str)
-def test_a_turn_that_fails_ends_every_rank_soon_and_each_log_names_it(results: Results, scenario: Scenario) -> None:
+@pytest.mark.parametrize(("scenario", "code", "rank", "words", "error"), FAILURES, ids=["raise", "kill", "hang"])
+def test_a_turn_that_fails_ends_every_rank_soon_and_each_log_names_it(
+    results: Results, scenario: Scenario, code: int, rank: int, words: tuple[str, ...], error: str
+) -> None:
     (result,) = results(scenario)
-    check(result, "failed", 1, ("2 drafter 1 turn", "injected error"))
-    logs = {path.stem: path.read_text() for path in result.run_dir.glob("attempts/1/rank_*.log")}
-    others = [text for name, text in logs.items() if name != "rank_2"]
-    assert len(others) == 3 and all("rank 2" in text and "injected error" in text for text in others), logs
+    check(result, "failed", code, (f"{rank} ", error, *words))
+    check_logs(result, rank, error, silent=scenario is KILLED)
+    assert result.console.count("run failed") == 1
+    if scenario is HANGS:
+        assert "in _strike" in result.logs, "the stack of the hang is in the rank's log"
