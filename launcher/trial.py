@@ -82,8 +82,12 @@ class Trial:
     def struck(self) -> bool:
         return STRUCK in self.logs or STRUCK in self.console
 
-    def broken(self) -> list[str]:
-        """What must hold after any start and does not."""
+    def broken(self, damage_is_known: bool = False) -> list[str]:
+        """What must hold after any start and does not.
+
+        Args:
+            damage_is_known: the checkpoint that the status names was spoiled on purpose.
+        """
         steps = [entry["step"] for entry in self.metrics if "loss" in entry]
         broken = [f"left behind: {line}" for line in self.left]
         if self.code == NEVER:
@@ -92,7 +96,8 @@ class Trial:
             broken.append(f"exit code {self.code}, but the status says {self.status.code}")
         if steps != list(range(1, len(steps) + 1)):
             broken.append(f"steps lost or counted twice: {steps}")
-        broken += [f"checkpoint {self.status.last_checkpoint}: {problem}" for problem in self.checkpoint_problems]
+        damage = () if damage_is_known else self.checkpoint_problems
+        broken += [f"checkpoint {self.status.last_checkpoint}: {problem}" for problem in damage]
         return broken
 
 

@@ -13,7 +13,7 @@ from launcher import faults
 from launcher.cli import Command
 from launcher.compile_cache import ActiveCache, activate, share_cache
 from launcher.config import for_device
-from launcher.deadlines import collective_patience, scale_deadlines
+from launcher.deadlines import collective_patience, row_patience, scale_deadlines
 from launcher.environment import record_environment
 from launcher.errors import DeadlineError, LauncherError
 from launcher.fingerprint import Fingerprint, collect
@@ -210,7 +210,7 @@ def play_role(rank: Rank) -> str:
         if rank.leads_drafters:
             rank.control.set("summary", summary)
     rank.control.set(f"peaks/{rank.role.rank}", rank.memory.peaks())
-    text = rank.wait_for("summary", "the first drafter to sum the run up", rank.config.runtime.save_timeout)
+    text = rank.wait_for("summary", "the first drafter to sum the run up", row_patience(rank.config.runtime))
     if rank.leads_drafters:
         rank.journal.announce(memory_summary(rank))
         rank.journal.announce(text)

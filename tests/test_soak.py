@@ -9,13 +9,15 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
 from launcher import soak
 from launcher.faults import parse_faults
-from launcher.soak import CODES, SAVE_STAGES, STEPS, draw_round, summary
+from launcher.soak import summary
+from launcher.soak_rounds import CODES, SAVE_STAGES, STEPS, Round, broken_by, draw_round
 from launcher.status import Status
 from launcher.trial import NEVER, ROOT, SIGNAL_GAP, Trial
 from tests.rank_processes import wait_for
@@ -37,6 +39,8 @@ def test_every_round_plans_one_fault_that_can_strike() -> None:
             assert fault.step % 2 == 0 and 5 < fault.step <= 5 + STEPS, "saves come at even steps"
         if fault.kind == "nan":
             assert fault.rank >= drawn.targets, "only drafters read features"
+        if fault.kind == "shard":
+            assert fault.rank == drawn.targets, "the first drafter publishes"
         if fault.kind == "header":
             assert fault.rank < drawn.targets, "only targets write headers"
 
@@ -64,6 +68,32 @@ def test_a_trial_knows_what_must_hold() -> None:
     twice = ({"step": 1, "loss": 2.0}, {"step": 1, "loss": 2.0})
     assert "counted twice" in _trial(metrics=twice).broken()[0]
     assert "x is missing" in _trial(checkpoint_problems=("x is missing",)).broken()[0]
+
+
+def _broken(kind: str, spoiled: str | None = None, **changes: Any) -> list[str]:
+    fault = {"cache": "cache@start:0", "shard": "shard@save:2:1"}.get(kind, f"{kind}@init:0")
+    return broken_by(Round(0, kind, fault, 1, 1, False), _trial(**changes), spoiled)
+
+
+def test_a_checkpoint_may_be_damaged_only_as_long_as_nothing_could_notice() -> None:
+    finished: dict[str, Any] = {"code": 0, "status": Status(state="finished", code=0, last_checkpoint="run/step-6")}
+    damaged: dict[str, Any] = {"checkpoint_problems": ("__0_0.distcp has 5 bytes",)}
+    assert _broken("shard", **finished, **damaged) == []
+    assert _broken("nan", **finished, **damaged) == ["checkpoint run/step-6: __0_0.distcp has 5 bytes"]
+    lost: dict[str, Any] = {"status": Status(state="failed", code=75, rank=0, last_checkpoint="run/step-6")}
+    assert _broken("kill", "run/step-6", **lost, **damaged) == [], "it was lost before it loaded one"
+    assert len(_broken("kill", "run/step-4", **lost, **damaged)) == 1
+    assert _broken("nan", "run/step-6", **finished) == ["nothing was said of run/step-6, which is damaged"]
+    assert _broken("nan", "run/step-6", **finished, console="skipped checkpoint run/step-6: ...") == []
+
+
+def test_a_spoiled_compile_cache_is_told_once_and_no_other_is() -> None:
+    finished: dict[str, Any] = {"code": 0, "status": Status(state="finished", code=0)}
+    told = "compile cache run/x is not used, compiling anew in a private one: it is damaged\n"
+    assert _broken("cache", **finished, console=told) == []
+    assert _broken("cache", **finished) == ["0 warnings of a compile cache that is not used"]
+    assert _broken("cache", **finished, console=told * 3) == ["3 warnings of a compile cache that is not used"]
+    assert _broken("nan", **finished, console=told) == ["1 warnings of a compile cache that is not used"]
 
 
 def test_the_summary_names_the_rounds_that_broke_something() -> None:
