@@ -30,14 +30,25 @@ class FirstFailure:
     exit_code: int
 
 
-def fallback_status(code: int | None, asked: Sequence[signal.Signals], log: Path, run_dir: Path) -> Status:
+@dataclass(frozen=True)
+class StuckStart:
+    """The rank to blame for a start in which none has reported, if one is there."""
+
+    rank: int | None
+    reason: str
+
+
+def fallback_status(
+    code: int | None, asked: Sequence[signal.Signals], log: Path, run_dir: Path, stuck: StuckStart | None = None
+) -> Status:
     """What to record for a run that ended without a word.
 
     Args:
         code: torchrun's exit code; negative where a signal ended it, None where it had to be killed.
         asked: the stop signals that the run was sent.
+        stuck: why it had to be killed, if not for one of those.
     """
-    failure = first_failure(tail(log))
+    failure = stuck or first_failure(tail(log))
     state, exit_code, reason = _verdict(code, asked, failure, log)
     checkpoint = newest_published(run_dir)
     hopeless = exit_code in {ExitCode.DO_NOT_RETRY, ExitCode.FINISHED}
@@ -46,6 +57,7 @@ def fallback_status(code: int | None, asked: Sequence[signal.Signals], log: Path
         code=exit_code,
         reason=reason,
         rank=failure.rank if failure and state == "failed" else None,
+        phase="start" if stuck and state == "failed" else None,
         log=None if state == "finished" else str(log),
         last_checkpoint=None if checkpoint is None else str(checkpoint),
         resumable=checkpoint is not None and not hopeless,
@@ -54,7 +66,7 @@ def fallback_status(code: int | None, asked: Sequence[signal.Signals], log: Path
 
 
 def _verdict(
-    code: int | None, asked: Sequence[signal.Signals], failure: FirstFailure | None, log: Path
+    code: int | None, asked: Sequence[signal.Signals], failure: FirstFailure | StuckStart | None, log: Path
 ) -> tuple[State, ExitCode, str]:
     """How the run ended, the exit code to return, and why."""
     if asked:
@@ -62,6 +74,8 @@ def _verdict(
         how = "at once, by a second signal" if len(asked) > 1 else "before its ranks could say so"
         reason = f"stopped by {'Ctrl-C' if interrupted else asked[0].name} {how}"
         return "stopped", ExitCode.INTERRUPTED if interrupted else ExitCode.TERMINATED, reason
+    if isinstance(failure, StuckStart):
+        return "failed", ExitCode.RETRY, failure.reason
     if code == 0:
         return "finished", ExitCode.FINISHED, "every rank left with 0, none wrote a status"
     if code is None:

@@ -10,6 +10,7 @@ from launcher.checkpoint_folder import newest_published
 from launcher.cli import Command, parse
 from launcher.config import Config
 from launcher.errors import ExitCode
+from launcher.split_choice import flags_of_another_start
 from launcher.status import Status
 
 # Attempts in a row that reach no new step before restarting is given up.
@@ -64,3 +65,8 @@ def going_on(command: Command, before: tuple[Path, int] | None) -> Command:
     if command.config.runtime.resume == "auto" or newest_checkpoint(command.config) in {None, before}:
         return command
     return parse([*command.args, "--resume=auto"])
+
+
+def wants_another_start(status: Status, attempt: Path) -> bool:
+    """Whether an attempt ended only because its ranks know a better split."""
+    return status.state == "finished" and bool(flags_of_another_start(attempt))

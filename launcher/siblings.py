@@ -1,4 +1,4 @@
-"""The ranks of this node as the system knows them, reported or not: the children of torchrun's agent. No torch."""
+"""The ranks of a node as the system knows them, reported or not: the children of torchrun's agent. No torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import psutil
 
 @dataclass(frozen=True)
 class Siblings:
-    """Living children of this process's parent, itself among them: pids by rank, and how many cannot be told."""
+    """Living children of one process: pids by rank, and how many cannot be told."""
 
     pids: dict[int, int]
     unreadable: int = 0
@@ -28,9 +28,14 @@ class Siblings:
 
 def find_siblings() -> Siblings:
     """Who is there now."""
+    return find_ranks(os.getppid())
+
+
+def find_ranks(torchrun: int) -> Siblings:
+    """The ranks among the children of a process."""
     pids: dict[int, int] = {}
     unreadable = 0
-    for pid in _children_of_parent():
+    for pid in _children_of(torchrun):
         try:
             rank = rank_of(pid)
         except PermissionError:
@@ -55,9 +60,8 @@ def rank_of(pid: int) -> int | None:
     return int(value) if value.isdigit() else None
 
 
-def _children_of_parent() -> list[int]:
+def _children_of(pid: int) -> list[int]:
     try:
-        parent = psutil.Process().parent()
-        return [] if parent is None else [child.pid for child in parent.children()]
+        return [child.pid for child in psutil.Process(pid).children()]
     except psutil.NoSuchProcess:
         return []

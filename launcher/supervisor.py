@@ -18,17 +18,14 @@ from launcher.cli import Command, parse
 from launcher.compile_cache import private_folder
 from launcher.config import Config
 from launcher.console import Tee
-from launcher.deadlines import scale_deadlines
 from launcher.environment import check_environment
 from launcher.errors import ExitCode
-from launcher.fallback_status import fallback_status, own_lines
 from launcher.fingerprint import collect
 from launcher.gpus import gpu_uuids
 from launcher.outcome import SUPERVISED, end_to_keep, record, reported_end, stopped_status
 from launcher.outlet import guard_stderr
 from launcher.preflight import check_checkpoint, wait_for_gpus
-from launcher.rank_state import LAST_SECONDS, margin
-from launcher.restarts import Ended, going_on, may_restart, newest_checkpoint, why_given_up
+from launcher.restarts import Ended, going_on, may_restart, newest_checkpoint, wants_another_start, why_given_up
 from launcher.roll_call import roll_call
 from launcher.run_folder import ATTEMPT_VARIABLE, keep_config, lock_run, open_attempt
 from launcher.runtime import RankEnv, choose_device
@@ -38,14 +35,13 @@ from launcher.started_as import STARTED_AS, as_launched
 from launcher.status import FILE_NAME, Status, final_box
 from launcher.topology import resolve_split
 from launcher.torchrun import PASSED_ON, Torchrun, collected_stops
+from launcher.watched_torchrun import run_torchrun
 
 # Of an attempt's folder, while it runs.
 ERRORS = "torchrun"
 MAIN, AGENT = (Path(__file__).resolve().parent / name for name in ("main.py", "agent.py"))
 RESTARTS_VARIABLE = "LAUNCHER_RESTARTS"
 CPU_RANKS = 8
-# What torchrun takes to notice that its workers have ended, and to end itself.
-TORCHRUN_SECONDS = 5.0
 
 
 def supervise(command: Command, worker: Path = MAIN) -> int:
@@ -108,11 +104,6 @@ def record_stop(stop: StoppedBy, run_dir: Path) -> None:
     say(final_box(status).rstrip())
 
 
-def wants_another_start(status: Status, attempt: Path) -> bool:
-    """Whether an attempt ended only because its ranks know a better split."""
-    return status.state == "finished" and bool(flags_of_another_start(attempt))
-
-
 def own_gpus(config: Config, gpus: list[str], ranks: int) -> list[str]:
     """The GPUs that nobody else may compute on."""
     return [] if config.runtime.device == "cpu" or config.runtime.share_gpus else gpus[:ranks]
@@ -157,36 +148,6 @@ def play_attempt(command: Command, ranks: int, worker: Path, former: Sequence[En
         tee.say(final_box(ended.status, sys.stdout if sys.stdout.isatty() else None).rstrip())
     tee.close()
     return ended
-
-
-def run_torchrun(torchrun: Torchrun, config: Config, attempt: Path, tee: Tee) -> Ended:
-    """torchrun from its start to its end, or to that of our patience."""
-    run_dir, log = config.runtime.run_dir, attempt / "torchrun.log"
-    with torchrun:
-        assert torchrun.process.stdout is not None, "it was asked for as a pipe"
-        copying = tee.follow(torchrun.process.stdout)
-        runtime = scale_deadlines(config, "cpu")[0].runtime
-        patience = LAST_SECONDS + runtime.shutdown_timeout + TORCHRUN_SECONDS
-        grace = runtime.grace - margin(runtime.grace) / 4
-        code = torchrun.wait(lambda: (reported_end(run_dir) or tee.heard) is not None, grace, patience)
-        status = reported_end(run_dir) or tee.heard
-    copying.join(timeout=2.0)
-    if code is not None:  # else the ranks were killed, and what they saw of that in each other is not the cause
-        status = status or reported_end(run_dir) or tee.heard
-    asked = list(torchrun.asked)
-    if status is None or (asked and wants_another_start(status, attempt)):
-        status = record_fallback(fallback_status(code, asked, log, run_dir), run_dir, attempt)
-        if status.state == "failed":
-            tee.say("\n".join(own_lines(log)))
-    return Ended(status, bool(asked))
-
-
-def record_fallback(status: Status, run_dir: Path, attempt: Path) -> Status:
-    """Write the status that no rank could write; if this process cannot either, the disk is why."""
-    taken = [record(status, folder) for folder in (run_dir, attempt)]
-    if not all(taken) and status.code == ExitCode.UNCLASSIFIED:
-        return replace(status, code=ExitCode.RETRY, reason=f"{status.reason}; the disk of {run_dir} takes no status")
-    return status
 
 
 def say(text: str) -> None:

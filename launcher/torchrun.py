@@ -76,7 +76,9 @@ class Torchrun:
         kill_descendants(LEAVE_SECONDS if self.process.poll() is not None else 0.0)
         self.process.wait()
 
-    def wait(self, ended: Callable[[], bool], grace: float, patience: float) -> int | None:
+    def wait(
+        self, ended: Callable[[], bool], hopeless: Callable[[], bool], grace: float, patience: float
+    ) -> int | None:
         """torchrun's exit code; None if it had to be given up.
 
         A first stop wish is passed on. torchrun is given up at the second one, or when it still runs `grace` seconds
@@ -84,6 +86,7 @@ class Torchrun:
 
         Args:
             ended: whether the run has reported its end.
+            hopeless: whether nothing is to be expected of it.
         """
         passed_on, deadline, next_look = False, math.inf, 0.0
         while (code := self.process.poll()) is None:
@@ -95,6 +98,8 @@ class Torchrun:
                 next_look = now + LOOK_SECONDS
                 if ended():
                     deadline = min(deadline, now + patience)
+                elif hopeless():
+                    return None
             if len(self.asked) > 1 or now > deadline:
                 return None
             time.sleep(POLL_SECONDS)

@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parent.parent
 DRIVER = """
 import json, os, sys, time
 from pathlib import Path
-from launcher import main, supervisor  # main has the handlers of stop signals that no attempt takes
+from launcher import main, supervisor, watched_torchrun  # main has the handlers of stop signals that no attempt takes
 from launcher.cli import Command
 from launcher.config import merge, validate
 from launcher.errors import LauncherError
@@ -25,7 +25,7 @@ from launcher.errors import LauncherError
 run_dir, worker, under, restarts = sys.argv[1:5]
 if under == "plain":  # the script itself stands in for torchrun, which takes seconds to start
     supervisor.torchrun_command = lambda command, ranks, worker, errors: [sys.executable, "-u", str(worker)]
-supervisor.TORCHRUN_SECONDS = supervisor.LAST_SECONDS = 0.5
+watched_torchrun.TORCHRUN_SECONDS = watched_torchrun.LAST_SECONDS = 0.5
 def wait_for_gpus(*_):  # between two attempts for as long as the test says
     if (Path(run_dir) / "logs").exists() and (gap := float(os.environ["GAP"])):
         (Path(run_dir) / "gap").touch()

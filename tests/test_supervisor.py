@@ -122,6 +122,20 @@ def test_an_agent_that_hangs_after_the_end_is_given_up(run: Callable[..., Run]) 
     assert run("end('finished', 0)\ntime.sleep(60)").end(timeout=20)[0] == 0
 
 
+STUCK = """
+ranks = [subprocess.Popen(["sleep", "60"], env={**os.environ, "RANK": str(rank)}) for rank in range(2)]
+ranks[1].send_signal(signal.SIGSTOP)
+time.sleep(60)
+"""
+
+
+def test_a_start_in_which_no_rank_reports_is_given_up_and_the_stopped_one_named(run: Callable[..., Run]) -> None:
+    started = run(STUCK, runtime={"init_timeout": 0.5})
+    assert started.end(timeout=15)[0] == 75
+    assert (started.status["rank"], started.status["phase"]) == (1, "start")
+    assert "no rank has reported for 2 s: it is stopped (SIGSTOP)" in str(started.status["reason"])
+
+
 def test_orphans_in_other_sessions_do_not_outlive_the_run(run: Callable[..., Run]) -> None:
     child = "child('os.fork() and os._exit(0)\\ntime.sleep(60)').wait()"
     assert run(f"{child}\nend('finished', 0)").end(timeout=20)[0] == 0
