@@ -42,6 +42,13 @@ CODES = {
 }
 # Of these the status must name the very rank that was struck.
 BLAMED = {"raise", "kill", "segv", "abort", "hang", "gil", "stop", "oom"}
+# From the strike, or from the deadline that a hang runs into, to the end of all; several runs may share few cores.
+FAILURE_SECONDS = 30.0
+# From a stop signal to the end of all: `runtime.grace`, and a little for a busy machine.
+STOP_SECONDS = 35.0
+# Seconds that a rank may hang by phase, and be silent in any; of steps it may be the first, and a save that is written
+# in the background is waited for by the next one.
+DEADLINES, SILENCE = {"init": 120.0, "load": 120.0, "step": 45.0, "save": 40.0}, 15.0
 FLAGS = [
     "--preset=tiny",
     "--device=cpu",
@@ -50,11 +57,11 @@ FLAGS = [
     "--data.holdout=2",
     "--train.anchors=4",
     "--checkpoint.every=2",
-    "--runtime.init_timeout=120",
-    "--runtime.load_timeout=120",
-    "--runtime.step_timeout=15",
-    "--runtime.save_timeout=20",
-    "--runtime.heartbeat_timeout=15",
+    f"--runtime.init_timeout={DEADLINES['init']}",
+    f"--runtime.load_timeout={DEADLINES['load']}",
+    f"--runtime.step_timeout={DEADLINES['step'] / 3}",
+    f"--runtime.save_timeout={DEADLINES['save'] / 2}",
+    f"--runtime.heartbeat_timeout={SILENCE}",
 ]
 
 
@@ -111,7 +118,8 @@ def play_round(drawn: Round, run_dir: Path, start_step: int, environment: dict[s
     flags += [f"--compile.cache_dir={cache_of(run_dir)}", f"--compile.turn_timeout={turn_seconds(environment)}"]
     newest = newest_published(run_dir)
     spoiled = str(newest) if newest is not None and problems_of(newest) else None
-    trial = run_trial(flags, run_dir, environment | {ENVIRONMENT: drawn.fault}, ROUND_SECONDS, _act(drawn.kind))
+    act = _act(drawn, turn_seconds(environment))
+    trial = run_trial(flags, run_dir, environment | {ENVIRONMENT: drawn.fault}, ROUND_SECONDS, act)
     return trial, broken_by(drawn, trial, spoiled)
 
 
@@ -150,8 +158,23 @@ def turn_seconds(environment: dict[str, str]) -> int:
     return 20 if environment.get("TORCHDYNAMO_DISABLE") == "1" else 120
 
 
-def _act(kind: str) -> Callable[[Running], None] | None:
-    """What is done to the run when its `slow` fault has struck."""
+def seconds_left(drawn: Round, turn: float) -> float:
+    """Seconds from the strike of a fault that ends the run to its end.
+
+    Args:
+        turn: seconds of a turn.
+    """
+    if drawn.kind in {"stop", "gil"}:
+        return SILENCE + FAILURE_SECONDS
+    if drawn.kind != "hang":
+        return FAILURE_SECONDS
+    phase = parse_faults(drawn.fault)[0].phase.partition("-")[0]
+    return (DEADLINES | {"turn": turn})[phase] + FAILURE_SECONDS
+
+
+def _act(drawn: Round, turn: float) -> Callable[[Running], None] | None:
+    """What is done to the run when its `slow` fault has struck, or for how long it may go on after another one."""
+    kind = drawn.kind
     signals = {"SIGTERM": [signal.SIGTERM], "SIGINT": [signal.SIGINT], "second SIGTERM": [signal.SIGTERM] * 2}
 
     def act(running: Running) -> None:
@@ -159,7 +182,10 @@ def _act(kind: str) -> Callable[[Running], None] | None:
             return
         if kind == "kill torchrun":
             running.kill_torchrun()
+        elif kind in BLAMED:
+            running.process.wait(seconds_left(drawn, turn))  # or it counts as one that never ends
         else:
             running.send(*signals[kind])
+            running.process.wait(STOP_SECONDS)
 
-    return act if kind in signals or kind == "kill torchrun" else None
+    return act if kind in {*signals, *BLAMED, "kill torchrun"} else None

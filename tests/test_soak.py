@@ -17,7 +17,7 @@ import pytest
 from launcher import soak
 from launcher.faults import parse_faults
 from launcher.soak import summary
-from launcher.soak_rounds import CODES, SAVE_STAGES, STEPS, Round, broken_by, draw_round
+from launcher.soak_rounds import CODES, SAVE_STAGES, STEPS, Round, broken_by, draw_round, seconds_left
 from launcher.status import Status
 from launcher.trial import NEVER, ROOT, SIGNAL_GAP, Trial
 from tests.rank_processes import wait_for
@@ -68,6 +68,14 @@ def test_a_trial_knows_what_must_hold() -> None:
     twice = ({"step": 1, "loss": 2.0}, {"step": 1, "loss": 2.0})
     assert "counted twice" in _trial(metrics=twice).broken()[0]
     assert "x is missing" in _trial(checkpoint_problems=("x is missing",)).broken()[0]
+
+
+def test_a_fault_leaves_a_run_the_time_to_its_deadline_and_little_more() -> None:
+    left = {
+        f"{kind}@{phase}": seconds_left(Round(0, kind, f"{kind}@{phase}:1", 1, 1, False), 20.0)
+        for kind, phase in [("kill", "step:3"), ("gil", "init"), ("hang", "turn"), ("hang", "save-rename:2")]
+    }
+    assert left == {"kill@step:3": 30, "gil@init": 45, "hang@turn": 50, "hang@save-rename:2": 70}
 
 
 def _broken(kind: str, spoiled: str | None = None, **changes: Any) -> list[str]:
