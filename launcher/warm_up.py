@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import os
+from dataclasses import replace
 from importlib import import_module
 from importlib.util import find_spec
 from types import SimpleNamespace
@@ -19,7 +20,7 @@ from launcher.errors import UserError
 from launcher.row_layout import RowLayout
 from models.dflash import DFlashConfig, DFlashDrafter
 from models.draft_step import DraftForward, FrozenEnds
-from models.masks import tile_tables
+from models.masks import mask_from, tile_tables
 from models.shapes import SHAPES
 
 # Imported by torch with the first compile, and these import the rest.
@@ -62,12 +63,12 @@ def warm_up(device: torch.device, dtype: torch.dtype, group: dist.ProcessGroup |
     """Start the compiler and the device's libraries: context, cuBLAS, NCCL over `group`, autograd's threads.
 
     Args:
-        rehearse: also trace something: for ranks that have to wait for others' turns in any case.
+        rehearse: also trace and run something small: for ranks that have to wait for others' turns in any case.
     """
     if is_compiling_on():
         start_compiler(device)
         if rehearse:
-            rehearse_tracing(flex=device.type == "cuda")
+            rehearse_tracing(device)
     square = torch.ones(256, 256, device=device, dtype=dtype, requires_grad=True)
     (square @ square).sum().backward()
     dist.all_reduce(torch.zeros(1, device=device), group=group)
@@ -122,25 +123,27 @@ def start_compiler(device: torch.device) -> None:
         pick_vec_isa()
 
 
-def rehearse_tracing(flex: bool) -> None:
-    """Trace a tiny drafter on the CPU, by the code of the real one: most of a first trace is work of once a process.
+def rehearse_tracing(device: torch.device) -> None:
+    """Run a tiny drafter forward and backward by the code of the real one, traced but not compiled.
 
-    Nothing is compiled: what is traced runs as it is, and Dynamo forgets it.
-
-    Args:
-        flex: also what makes FlexAttention's tables of tiles.
+    Most of a first trace is work of once a process, and a GPU loads its kernels with their first call. Dynamo forgets
+    what it traced. The loss is left out: its kernels are compiled, which is for a turn to do.
     """
     config = DFlashConfig.from_target(SimpleNamespace(**SHAPES["tiny"]), layers=1, block_size=4, mask_token_id=0)
-    drafter = DFlashDrafter(config)
-    drafter.compile_layers("eager")
     layout = RowLayout(ROW_LENGTH, len(config.target_layer_ids) * config.hidden_size, torch.float32)
-    buffer = layout.buffer(torch.device("cpu"))
+    buffer = layout.buffer(device)
     layout.loss_mask(buffer).fill_(1)
-    row, table_VH = layout.batch(0, buffer), torch.zeros(config.vocab_size, config.hidden_size)
+    row = layout.batch(0, buffer)
+    with device:
+        drafter = DFlashDrafter(config)
+        table_VH = torch.zeros(config.vocab_size, config.hidden_size)
+    drafter.compile_layers("eager")
     step = DraftForward(drafter, FrozenEnds(table_VH, table_VH), anchors=2, backend="sdpa")
-    step(row).loss.backward()
-    if flex:
-        make_tables = torch.compile(tile_tables, backend="eager", dynamic=False, fullgraph=True)
-        anchors = step.block_inputs(row).anchors
-        make_tables(anchors.position_N, anchors.keep_N, row.doc, config.block_size)
+    inputs = step.block_inputs(row)
+    if device.type == "cuda":
+        trace_tables = torch.compile(tile_tables, backend="eager", dynamic=False, fullgraph=True)
+        tables = trace_tables(inputs.anchors.position_N, inputs.anchors.keep_N, row.doc, config.block_size)
+        inputs = replace(inputs, mask=mask_from(tables, len(inputs.ids), config.block_size, ROW_LENGTH))
+        step.backend = "flex"
+    step.hidden(row, inputs).sum().backward()
     torch._dynamo.reset()

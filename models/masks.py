@@ -183,7 +183,11 @@ def block_mask(anchors: Anchors, doc_S: Tensor, block_size: int, row_length: int
         row_length: S; need not be a multiple of a tile.
     """
     tables = compiled_on(doc_S.device.type, tile_tables)(anchors.position_N, anchors.keep_N, doc_S, block_size)
-    rows = anchors.position_N.shape[0] * block_size
+    return mask_from(tables, anchors.position_N.shape[0] * block_size, block_size, row_length)
+
+
+def mask_from(tables: TileTables, rows: int, block_size: int, row_length: int) -> BlockMask:
+    """The BlockMask of `tables` for N*B rows."""
     visible = _interval_mask_mod(tables.low_Q, tables.high_Q, tables.own_Q, block_size)
     return sparse_mask(tables.tiles, (rows, row_length + rows), visible)
 
