@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.faults.conftest import Results
-from tests.faults.harness import Scenario, Start, check, ends_within
+from tests.faults.harness import FAILURE_SECONDS, Scenario, Start, check, ends_within
 
 
 def _one(name: str, fault: str, *flags: str) -> Scenario:
@@ -30,6 +30,45 @@ FAILURES = [
         ("1 drafter 0", "rank 1 drafter 0 on row", "chats.jsonl:", "not finite at step 2", "lower train.lr"),
     ),
 ]
+
+
+# Before a rank has a log, but late enough for the others to catch signals. The stopped one is given up when it has been
+# silent for `runtime.heartbeat_timeout`.
+LATE_SECONDS, SILENT_SECONDS = 6, 10
+
+
+def _early(name: str, fault: str, rank: int, seconds: int, *flags: str) -> Scenario:
+    start = Start(
+        f"slow={LATE_SECONDS}@start:{rank};{fault}@start:{rank}", flags, ends_within(seconds + FAILURE_SECONDS)
+    )
+    return Scenario(name, (start,))
+
+
+EARLY = [
+    (_early("killed at the start", "kill", 1, LATE_SECONDS), ("1 drafter 0 start", "before it reported")),
+    (
+        _early(
+            "stopped at the start",
+            "stop",
+            1,
+            LATE_SECONDS + SILENT_SECONDS,
+            f"--runtime.heartbeat_timeout={SILENT_SECONDS}",
+        ),
+        ("1 drafter 0 start", "SIGSTOP"),
+    ),
+    (_early("first rank killed at the start", "kill", 0, LATE_SECONDS), ("0 target 0 start", "it is gone")),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("scenario", "words"), EARLY, ids=lambda value: str(value))
+def test_a_rank_that_is_lost_before_it_reports_is_named(
+    results: Results, scenario: Scenario, words: tuple[str, ...]
+) -> None:
+    (result,) = results(scenario)
+    check(result, "failed", 75, words)
+    assert result.console.count("run failed") == 1
+    assert result.status.log is not None and result.status.log.endswith("torchrun.log")
 
 
 @pytest.mark.parametrize(("scenario", "code", "words"), FAILURES, ids=lambda value: str(value))
