@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from launcher.command_parser import CommandParser
-from launcher.errors import UserError
+from launcher.errors import RetryableError, UserError
 from launcher.fingerprint import Change, Fingerprint, collect, diff, digest
 from launcher.whole_files import write_whole
 
@@ -40,11 +40,16 @@ def record_environment(
 
     Raises:
         UserError: as `check_environment`; nothing is written then.
+        RetryableError: the disk does not take it.
     """
     notices = check_environment(run_dir, current, strict, config_file)
-    write_fingerprint(attempt_dir / FILE_NAME, current)
-    if not (dry_run and (run_dir / FILE_NAME).exists()):
-        write_fingerprint(run_dir / FILE_NAME, current)
+    kept = [] if dry_run and (run_dir / FILE_NAME).exists() else [run_dir]
+    for folder in (attempt_dir, *kept):
+        try:
+            write_fingerprint(folder / FILE_NAME, current)
+        except OSError as error:
+            problem = f"cannot write {folder / FILE_NAME}: {error.strerror}"
+            raise RetryableError(problem, "make room there, or choose another --run-dir") from None
     return notices
 
 

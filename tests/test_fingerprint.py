@@ -18,7 +18,7 @@ from launcher.environment import (
     record_environment,
     write_fingerprint,
 )
-from launcher.errors import UserError
+from launcher.errors import RetryableError, UserError
 from launcher.fingerprint import (
     Fingerprint,
     collect,
@@ -163,6 +163,13 @@ def test_a_record_that_a_crash_left_costs_a_line(tmp_path: Path, left: bytes) ->
     (line,) = record_environment(tmp_path, tmp_path, BUILD, strict=False)
     assert str(tmp_path / "environment.json") in line and "\n" not in line
     assert record_environment(tmp_path, tmp_path, BUILD, strict=True) == [], "it was written anew"
+
+
+def test_a_record_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "environment.json").mkdir()
+    with pytest.raises(RetryableError, match="cannot write .*environment.json: Is a directory") as refused:
+        record_environment(tmp_path / "run", tmp_path, BUILD, strict=False)
+    assert refused.value.code == 75
 
 
 def test_strict_refuses_and_keeps_the_old_record(tmp_path: Path) -> None:
