@@ -155,6 +155,7 @@ def gate_then_train(rank: int, group: dist.ProcessGroup) -> dict[str, Any]:
     return {"compiled": compiled, "recompiled": recompiled, "finite": all(map(math.isfinite, losses))}
 
 
+@pytest.mark.slow  # whole runs show the same (faults/test_turns.py), by code that takes two minutes to compile
 def test_code_compiled_on_one_rank_serves_the_mesh_of_all(tmp_path: Path) -> None:
     for result in run_ranks(2, tmp_path, gate_then_train):
         assert result["compiled"] > 0 and result["recompiled"] == 0 and result["finite"]

@@ -63,8 +63,10 @@ def test_tiles_are_those_of_the_predicate(lengths: list[int], padding: int, wind
     assert len(first) % TILE == 0 and int(first[len(doc) :].sum()) == len(first[len(doc) :]) * len(first)
 
 
-@pytest.mark.parametrize("window", [None, 100])
-@pytest.mark.parametrize(("heads", "kv_heads", "softcap"), [(4, 4, None), (6, 2, None), (4, 1, 2.0)])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "softcap", "window"),
+    [(4, 4, None, None), (6, 2, None, 100), (4, 1, 2.0, None), (4, 1, 2.0, 100)],
+)
 @torch.no_grad()
 def test_compiled_flex_equals_the_dense_reference(
     heads: int, kv_heads: int, softcap: float | None, window: int | None
