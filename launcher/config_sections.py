@@ -161,7 +161,7 @@ class RuntimeConfig(Section):
     save_timeout: float = Field(600.0, gt=0)
     """Seconds one checkpoint may take; the default grows with its size."""
     eval_timeout: float = Field(1800.0, gt=0)
-    """Seconds one evaluation may take."""
+    """Seconds one evaluation may take; the default grows with the target, the prompts and their tokens."""
     shutdown_timeout: float = Field(10.0, gt=0)
     """Seconds from a rank's goodbye to the end of its process; the default grows with the memory to give back."""
     heartbeat_timeout: float = Field(60.0, gt=0)

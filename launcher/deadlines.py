@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from launcher.config import Config
-from launcher.config_sections import RuntimeConfig
+from launcher.config_sections import EvalConfig, RuntimeConfig
 from launcher.errors import UserError
 from launcher.plan_shapes import RunShape, run_shape
 
@@ -24,24 +24,37 @@ MARGIN = 60.0
 LOCK_SHARE = 0.9
 # Operations per second of a rank that runs far below its best.
 COMPUTE_RATE = {"cuda": 2e12, "cpu": 2e9}
+# Bytes per second at which such a rank reads weights while it decodes one token after another.
+MEMORY_RATE = {"cuda": 5e10, "cpu": 1e9}
 # float32 masters and two moments; bf16 weights.
 CHECKPOINT_BYTES, WEIGHT_BYTES = 12, 2
 
 
 @dataclass(frozen=True)
 class Load:
-    """What a run moves and computes: bytes of the target, bytes of a checkpoint, operations of one rank's step."""
+    """What a run moves and computes."""
 
     weights: float
+    """Bytes of the target."""
     checkpoint: float
+    """Bytes."""
     step: float
+    """Operations of one rank."""
+    evaluation: float
+    """Bytes that one evaluation reads, with one target: its weights for every token."""
 
 
-def load_of(shape: RunShape) -> Load:
+def load_of(shape: RunShape, evaluation: EvalConfig) -> Load:
     work = shape.work
     target = shape.target.operations(shape.context, shape.visible)
     step = max(work.total * shape.draws, target) * shape.accumulation
-    return Load(WEIGHT_BYTES * shape.target.parameters, CHECKPOINT_BYTES * work.parameters, step)
+    tokens = evaluation.prompts * evaluation.max_new_tokens
+    return Load(
+        WEIGHT_BYTES * shape.target.parameters,
+        CHECKPOINT_BYTES * work.parameters,
+        step,
+        tokens * WEIGHT_BYTES * shape.whole_target.parameters,
+    )
 
 
 def deadlines(load: Load, kind: str) -> dict[str, float]:
@@ -54,6 +67,7 @@ def deadlines(load: Load, kind: str) -> dict[str, float]:
         "load_timeout": load.weights / READ_RATE,
         "step_timeout": load.step / COMPUTE_RATE[kind],
         "save_timeout": load.checkpoint / WRITE_RATE,
+        "eval_timeout": load.evaluation / MEMORY_RATE[kind],
         "shutdown_timeout": (load.weights + load.checkpoint) / RELEASE_RATE,
     }
     return {name: max(default_of(name), float(round(seconds))) for name, seconds in wanted.items()}
@@ -93,7 +107,7 @@ def default_of(name: str) -> float:
 def scale_deadlines(config: Config, kind: str) -> tuple[Config, list[str]]:
     """The config with its deadlines scaled, and a line for each that grew; unchanged where the shape is unknown."""
     try:
-        scaled = deadlines(load_of(run_shape(config)), kind)
+        scaled = deadlines(load_of(run_shape(config), config.eval), kind)
     except UserError:
         return config, []
     runtime = config.runtime

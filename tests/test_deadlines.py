@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from launcher.config import Config, load_toml, merge, validate
-from launcher.config_sections import PRESETS
+from launcher.config_sections import PRESETS, EvalConfig
 from launcher.deadlines import (
     Load,
     collective_patience,
@@ -18,7 +18,7 @@ from launcher.deadlines import (
 )
 from launcher.plan_shapes import run_shape
 
-GROWING = ("load_timeout", "step_timeout", "save_timeout", "shutdown_timeout")
+GROWING = ("load_timeout", "step_timeout", "save_timeout", "eval_timeout", "shutdown_timeout")
 
 
 def preset(name: str, **runtime: float) -> Config:
@@ -29,21 +29,22 @@ def preset(name: str, **runtime: float) -> Config:
 def test_small_runs_keep_the_defaults() -> None:
     tiny = preset("tiny")
     assert scale_deadlines(tiny, "cpu") == (tiny, [])
-    least = deadlines(Load(0, 0, 0), "cpu")
+    least = deadlines(Load(0, 0, 0, 0), "cpu")
     assert least == {name: default_of(name) for name in GROWING}
 
 
 def test_deadlines_grow_with_bytes_and_work_and_more_so_on_a_slower_device() -> None:
-    large = Load(weights=140e9, checkpoint=40e9, step=4e15)
-    assert deadlines(large, "cuda") == dict(zip(GROWING, (2800, 2000, 2000, 90), strict=True))
+    large = Load(weights=140e9, checkpoint=40e9, step=4e15, evaluation=140e12)
+    assert deadlines(large, "cuda") == dict(zip(GROWING, (2800, 2000, 2000, 2800, 90), strict=True))
     assert deadlines(large, "cpu")["step_timeout"] == 2_000_000
 
 
 def test_a_model_of_8b_on_gpus() -> None:
     """Measured on an H200: 131 ms a micro-batch, 42 s to save 12 GB; the deadlines are far above."""
     config = preset("qwen3-8b")
-    load = load_of(run_shape(config))
+    load = load_of(run_shape(config), EvalConfig(prompts=10))
     assert load.checkpoint == pytest.approx(12.6e9, rel=0.01) and load.weights == pytest.approx(15e9, rel=0.2)
+    assert load.evaluation == pytest.approx(640 * load.weights, rel=0.2), "64 tokens for each of ten prompts"
     scaled, lines = scale_deadlines(config, "cuda")
     assert scaled.runtime.save_timeout == pytest.approx(629, abs=1)
     assert scaled.runtime.load_timeout == default_of("load_timeout")
