@@ -97,7 +97,7 @@ class Training:
         option = "runtime.first_step_timeout" if first else None
         with self.rank.lifecycle.phase("step", limit, defer_stop=True, option=option):
             with self.recompiles.watch("the training step"):
-                self._train(step)
+                self._train(step, limit)
             return self._vote_stop()
 
     def _end_if_asked(self, stop: int, done: int) -> None:
@@ -146,8 +146,8 @@ class Training:
             return NoMetrics()
         return MetricsWriter(rank.config, rank.attempt_dir, self.schedule.start_step)
 
-    def _train(self, step: int) -> None:
-        timeout, draws = self.config.runtime.step_timeout, self.config.train.draws_per_row
+    def _train(self, step: int, timeout: float) -> None:
+        draws = self.config.train.draws_per_row
         mine = self.schedule.of_drafter(step, self.rank.role.index)
         following = (
             self.schedule.of_drafter(step + 1, self.rank.role.index) if step + 1 < self.schedule.last_step else []

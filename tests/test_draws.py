@@ -71,7 +71,7 @@ def train(draws: int, drafter: int, steps: int = 2) -> Recorder:
     training.pending, training.dtype = deque(), make_batch(0).features.dtype
     training._settle = lambda leave: None  # type: ignore[method-assign]
     for step in range(steps):
-        training._train(step)
+        training._train(step, timeout=60.0)
     return recorder
 
 

@@ -54,7 +54,7 @@ class Loop:
         self.training.metrics = self.training.meter = self.training.balance = self.training.step = cast(Any, self)
         self.training.acceptance, self.training.started = {}, 0.0
         self.training._settle = lambda leave: None  # type: ignore[method-assign]
-        self.training._train = lambda step: self._come_to("step")  # type: ignore[method-assign]
+        self.training._train = lambda step, timeout: self._come_to("step")  # type: ignore[method-assign]
         self.training._vote_stop = lambda: int(self.life.stop_code or 0)  # type: ignore[method-assign]
         self.training._save = self.save  # type: ignore[method-assign]
         self.saves: list[tuple[int, bool]] = []
