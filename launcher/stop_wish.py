@@ -32,6 +32,7 @@ class StopWish:
     missing: frozenset[int] = frozenset()
     """Ranks of this node that were gone already when SIGTERM came."""
     _first: Stop | None = None
+    _read: float = 0.0
     _due: float = 0.0
 
     def read(self, now: float) -> Stop | None:
@@ -40,7 +41,7 @@ class StopWish:
         for number in self.inbox.drain():
             if self._first is None:
                 self._first = self._begin(number, now)
-            elif now - self._first.since > SAME_WISH_SECONDS:
+            elif now - self._read > SAME_WISH_SECONDS:
                 self.say(f"{number.name} again")
                 again = self._first
         return again
@@ -61,6 +62,7 @@ class StopWish:
         doubtful = number is signal.SIGTERM
         self._due = now + EVIDENCE_SECONDS if doubtful else now
         self.missing = find_siblings().missing(self.ranks) if doubtful else frozenset()
-        wish = Stop(STOP_SIGNALS[number], cause_of(number), now)
+        came = min(now, self.inbox.asked or now)  # before anybody read the inbox, if the main thread could note it
+        wish, self._read = Stop(STOP_SIGNALS[number], cause_of(number), came), now
         self.pending = wish  # last: another thread takes it
         return wish

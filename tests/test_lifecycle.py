@@ -11,6 +11,7 @@ import pytest
 
 from launcher.errors import ExitCode
 from launcher.outcome import failure_code, is_secondary
+from launcher.signal_inbox import stop_signals
 from launcher.status import Status, read_status
 from tests.rank_processes import FileControl, end_ranks, start_ranks, wait_for
 
@@ -120,6 +121,15 @@ def test_one_signal_to_one_rank_stops_all(tmp_path: Path, number: signal.Signals
     assert status.reason.startswith(f"stopped by {'Ctrl-C' if code == 130 else number.name} at step")
     assert "--resume auto" in (status.next_command or "")
     assert "Traceback" not in "".join(text for _, text in ended)
+
+
+def test_sighup_stops_nothing_where_nohup_ignores_it() -> None:
+    kept = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        assert signal.SIGHUP not in stop_signals() and signal.SIGUSR1 in stop_signals()
+    finally:
+        signal.signal(signal.SIGHUP, kept)
+    assert signal.SIGHUP in stop_signals()
 
 
 def test_a_store_that_hangs_ends_every_rank_with_stacks(tmp_path: Path) -> None:
