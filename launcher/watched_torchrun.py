@@ -68,7 +68,7 @@ def run_torchrun(torchrun: Torchrun, config: Config, attempt: Path, tee: Tee) ->
         copying = tee.follow(torchrun.process.stdout)
         runtime = scale_deadlines(config, "cpu")[0].runtime
         patience = LAST_SECONDS + runtime.shutdown_timeout + TORCHRUN_SECONDS
-        grace = runtime.grace - margin(runtime.grace) / 4
+        grace = runtime.grace - margin(runtime.grace) / 2
         start = Start(attempt, EARLY_WAITS * runtime.init_timeout)
         code = torchrun.wait(
             lambda: (reported_end(run_dir) or tee.heard) is not None, lambda: start.late, grace, patience
