@@ -167,7 +167,7 @@ class RuntimeConfig(Section):
     heartbeat_timeout: float = Field(60.0, gt=0)
     """Seconds a rank may be silent (stopped, GIL held) before the others give it up."""
     grace: float = Field(30.0, gt=0)
-    """Seconds from SIGTERM to the end, a last checkpoint included."""
+    """Seconds from a stop signal to the end of all; a save that still goes on 2 s (or a fifth) before it is cut off."""
     gpu_wait: float = Field(60.0, ge=0)
     """Seconds to wait at the start for GPUs that other processes hold, before the run is refused."""
     memory_interval: float = Field(1.0, gt=0)
