@@ -28,10 +28,12 @@ for _number in stop_signals():  # first of all: what else is imported takes a wh
 from launcher.cli import parse  # noqa: E402
 from launcher.config import to_toml  # noqa: E402
 from launcher.errors import LauncherError  # noqa: E402
+from launcher.outlet import open_closed_streams  # noqa: E402
 
 
 def main(argv: list[str]) -> int:
     """Read the command line; then be one rank, the parent of all ranks, or a command."""
+    open_closed_streams()
     is_rank = "RANK" in os.environ
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     try:

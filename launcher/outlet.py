@@ -89,6 +89,20 @@ class Outlet(io.BufferedIOBase):
             return note.encode() + line
 
 
+def open_closed_streams() -> None:
+    """Give standard streams that the caller closed to nobody: else the next file takes their place, and what is said.
+
+    Python has None in their stead, which cannot even be asked whether it is a terminal.
+    """
+    for descriptor, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest number that is free
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(descriptor, "w" if descriptor else "r", closefd=False))  # noqa: SIM115
+
+
 def guard_stderr() -> None:
     """From here on nothing that this process says on stderr waits for its reader; its end does, for a moment."""
     out = outlet(2)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +15,8 @@ from launcher import outlet
 from launcher.console import Tee
 from launcher.outlet import Outlet
 from tests.full_pipes import fill
+
+ROOT = Path(__file__).resolve().parent.parent
 
 
 def _speak(descriptor: int) -> None:
@@ -72,3 +76,22 @@ def test_an_outlet_outlives_its_reader() -> None:
         assert out.write(b"words\n") == 6
         assert out.drain(10.0)
     os.close(writing)
+
+
+CLOSED = """
+import os, sys
+from pathlib import Path
+from launcher.outlet import open_closed_streams
+open_closed_streams()
+kept = Path(sys.argv[1]).open("w")
+print("said to nobody", sys.stdout.isatty(), flush=True)
+print("said to nobody", file=sys.stderr, flush=True)
+kept.write(f"{kept.fileno() > 2} {sys.stdin.read()!r}")
+"""
+
+
+def test_streams_that_the_caller_closed_are_nobodys_and_no_files(tmp_path: Path) -> None:
+    closing = 'exec "$0" -c "$1" "$2" <&- >&- 2>&-'
+    words = ["bash", "-c", closing, sys.executable, CLOSED, str(tmp_path / "kept")]
+    assert subprocess.run(words, cwd=ROOT, timeout=30, check=False).returncode == 0
+    assert (tmp_path / "kept").read_text() == "True ''"
