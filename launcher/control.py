@@ -54,8 +54,11 @@ class Control:
         with self._asking():
             return self._store.check(list(keys))
 
-    def wait(self, key: str, what: str, timeout: float) -> Any:
+    def wait(self, key: str, what: str, timeout: float, rank: int | None = None) -> Any:
         """The value of a key, for ranks that have no Lifecycle yet.
+
+        Args:
+            rank: who sets it, where that is not the first one of the node.
 
         Raises:
             DeadlineError: nobody set it within `timeout` seconds, or nobody will; names `what` was awaited.
@@ -64,7 +67,9 @@ class Control:
         while not self.has(key):
             waited = time.monotonic() - began
             if waited > timeout or self.hopeless():
-                raise DeadlineError(f"waited {waited:.0f} s for {what}", "see its message")
+                error = DeadlineError(f"waited {waited:.0f} s for {what}", "see its message")
+                error.awaited = rank
+                raise error
             time.sleep(0.02)
         return self.get(key)
 

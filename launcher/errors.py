@@ -64,6 +64,8 @@ class DeadlineError(RetryableError):
 
     verdict: Failure | None = None
     """Whom to blame, where that is known."""
+    awaited: int | None = None
+    """The rank that should have said something, where that is not the first one of the node."""
 
 
 class PeerFailed(RetryableError):

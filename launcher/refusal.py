@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from launcher.errors import DeadlineError, ExitCode, LauncherError
 from launcher.members import START_LOG, STATES
-from launcher.outcome import Failure, claim_failure, failure_of, publish_failure
+from launcher.outcome import SUPERVISED, Failure, claim_failure, failure_of, publish_failure, tell_node
 from launcher.processes import kill_process, read_process
 from launcher.run_folder import ATTEMPT_VARIABLE
 from launcher.runtime import RankEnv, connect
@@ -57,16 +57,22 @@ def first_rank_is_lost(env: RankEnv) -> bool:
 def blame_first_rank(control: Control, env: RankEnv, error: DeadlineError, run_dir: Path) -> None:
     """Name whom this rank has waited for in vain before it could join: the first one of all, or of its node.
 
-    Nothing in that rank would end it, so this does.
+    Nothing in that rank would end it, so this does. Where it is gone, torchrun knows how it ended, and launch.sh reads
+    that.
     """
-    first = 0 if env.node == 0 else env.rank - env.local_rank
+    own_first = env.rank - env.local_rank
+    first = own_first if error.awaited is None else error.awaited
     pid = find_siblings().pids.get(first)
     process = None if pid is None else read_process(pid)
-    state = STATES.get(process.state, "it has not come that far") if process else "it is gone"
-    role = "target 0" if first == 0 else f"of node {env.node}"
+    if process is None and first == own_first and os.environ.get(SUPERVISED):
+        return
+    state = "it is gone" if first == own_first else "its node may be slow, or down"
+    if process is not None:
+        state = STATES.get(process.state, "it has not come that far")
     log = Path(os.environ.get(ATTEMPT_VARIABLE, "")) / START_LOG
-    place = (role, "start", 0, ExitCode.RETRY, type(error).__name__, f"{error.what}: {state}")
-    failure = Failure(first, *place, str(log) if log.is_file() else "")
-    publish_failure(control, failure, run_dir, env.node)
+    place = ("target 0" if first == 0 else f"of node {env.node}", "start", 0, ExitCode.RETRY, type(error).__name__)
+    where = str(log) if first == own_first and log.is_file() else ""
+    cause = publish_failure(control, Failure(first, *place, f"{error.what}: {state}", where), run_dir, env.node)
+    tell_node(control, cause, run_dir, env.node)  # another node may have been the first to know
     if pid is not None and process is not None:
         kill_process(pid, process.start_ticks)

@@ -86,7 +86,7 @@ def agree_on_split(choice: Choice, control: Control, rank: int, node: int, timeo
     mine = asdict(choice)
     if rank == 0:
         control.set("split", mine)
-    first = control.wait("split", "the first rank to choose a split", timeout)
+    first = control.wait("split", "the first rank to choose a split", timeout, rank=0)
     agreed = Choice(Split(**first.pop("split")), **first)
     if not choice.why and choice.split != agreed.split:
         raise UserError(

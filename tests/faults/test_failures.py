@@ -56,7 +56,7 @@ EARLY = [
         ),
         ("1 drafter 0 start", "SIGSTOP"),
     ),
-    (_early("first rank killed at the start", "kill", 0, LATE_SECONDS), ("0 target 0 start", "it is gone")),
+    (_early("first rank killed at the start", "kill", 0, LATE_SECONDS), ("start rank 0 was killed by SIGKILL",)),
 ]
 
 
