@@ -13,10 +13,14 @@ from launcher.errors import ExitCode
 from launcher.processes import describe_exit
 from launcher.status import State, Status, resume_command
 
-# torchrun's report of the first failure, and its own log lines and warnings, which say nothing about the run.
+# torchrun's report of the first failure. Its own log lines and warnings say nothing about the run, nor do those of a
+# rank that it stops amid its imports.
 ROOT_CAUSE = re.compile(r"Root Cause.*?rank +: (\d+).*?exitcode +: (-?\d+)", re.DOTALL)
 REPORT_START = re.compile(r"^=+$")
-NOISE = re.compile(r"^([IWE]\d{4} |\*{5,}|Setting OMP_NUM_THREADS|Traceback \(most recent call last\):$)|elastic|^\s*$")
+NOISE = re.compile(
+    r"^([IWE]\d{4} |\*{5,}|Setting OMP_NUM_THREADS|Traceback \(most recent call last\):$|Exception ignored in)"
+    r"|elastic|StoppedBy|^\s*$"
+)
 TAIL_LINES = 20
 TAIL_BYTES = 64 << 10
 CODES = {code.value for code in ExitCode} - {ExitCode.FINISHED}
@@ -57,7 +61,7 @@ def fallback_status(
         code=exit_code,
         reason=reason,
         rank=failure.rank if failure and state == "failed" else None,
-        phase="start" if stuck and state == "failed" else None,
+        phase=None if state != "failed" or any(log.parent.glob("rank_*.log")) else "start",
         log=None if state == "finished" else str(log),
         last_checkpoint=None if checkpoint is None else str(checkpoint),
         resumable=checkpoint is not None and not hopeless,

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from launcher.errors import ExitCode
+from launcher.fallback_status import own_lines
 from launcher.outcome import Failure
 from launcher.processes import describe_exit, kill_process, read_process
 from launcher.topology import Role
@@ -104,6 +105,9 @@ def lost_at_start(member: Member, wait_status: int | None) -> Failure:
         code = ExitCode(left_with) if left_with in CODES else ExitCode.UNCLASSIFIED
         how = f"left with exit code {left_with}"
     reason = f"{how}, before it reported -> see {last_words(member)}"
+    killed = wait_status is not None and os.WIFSIGNALED(wait_status)
+    if member.log and not killed and (said := own_lines(Path(member.log))):
+        reason += f", where the last words are: {said[-1]}"  # the others have logs of their own
     return Failure(member.rank, member.role, *START, int(code), "PeerLost", reason, member.log)
 
 

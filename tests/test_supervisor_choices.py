@@ -46,6 +46,12 @@ def test_reads_torchruns_report(tmp_path: Path) -> None:
     assert own_lines(tmp_path / "none") == []
 
 
+def test_a_rank_that_is_stopped_amid_its_imports_says_nothing_about_the_cause(tmp_path: Path) -> None:
+    stopped = "Exception ignored in: 'Path'\nTraceback (most recent call last):\n  File \"main.py\", line 22\n"
+    (tmp_path / "log").write_text(f"ValueError: bad\n{stopped}launcher.signal_inbox.StoppedBy: 143\n")
+    assert own_lines(tmp_path / "log") == ["ValueError: bad"]
+
+
 @pytest.mark.parametrize("nodes", [[], ["--nnodes", "2", "--node-rank", "1", "--master", "10.0.0.1:29500"]], ids=len)
 def test_torchrun_keeps_nothing_outside_the_run_folder(nodes: list[str], tmp_path: Path) -> None:
     """By itself it makes a folder in the system's temporary one at every start, and leaves it there."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import time
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, NoReturn, cast
 import pytest
 
 from launcher.enforcer import STORE_LOST_SECONDS, Enforcer
-from launcher.members import Beat, Member, watches
+from launcher.members import Beat, Member, lost_at_start, watches
 from launcher.overdue import blame
 from launcher.peers import PeerTable
 from launcher.processes import crash_in, describe_exit, is_alive, read_process
@@ -150,6 +151,17 @@ def test_how_a_process_ended_in_words(tmp_path: Path) -> None:
     assert "probably killed" in describe_exit(None, log)
     log.write_text("step 3\nFatal Python error: Segmentation fault\n\nThread 0x1:\n")
     assert crash_in(log) == "Segmentation fault" and "Segmentation fault" in describe_exit(None, log)
+
+
+def test_a_rank_lost_at_the_start_is_told_with_its_last_words(tmp_path: Path) -> None:
+    (tmp_path / "torchrun.log").write_text("Traceback (most recent call last):\n  File x\nImportError: no y\n")
+    member = Member.unreported(ROLES[1], str(tmp_path / "torchrun.log"))
+    failure = lost_at_start(member, 1 << 8)
+    assert failure.reason.startswith("left with exit code 1, before it reported -> see ")
+    assert failure.reason.endswith(", where the last words are: ImportError: no y")
+    assert (failure.rank, failure.code) == (1, 1)
+    assert "ImportError: no y" in lost_at_start(member, None).reason, "its parent was faster"
+    assert "ImportError" not in lost_at_start(member, signal.SIGKILL).reason
 
 
 def test_a_watchdog_that_lost_the_store_tells_its_node_and_ends_the_rank(
