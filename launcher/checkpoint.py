@@ -6,7 +6,6 @@ and moves the `latest` pointer. Every stage ends in a vote, so that one rank's f
 
 from __future__ import annotations
 
-import errno
 import json
 import logging
 import os
@@ -34,9 +33,10 @@ from launcher.checkpoint_folder import (
     step_of,
 )
 from launcher.checkpoint_io import RecordReader, ShardWriter, differences, merge_values, split_state
-from launcher.errors import RetryableError, UserError
+from launcher.errors import UserError
 from launcher.journal import SHARED
 from launcher.manifest import seal_files, set_score, write_durably, write_manifest
+from launcher.save_failure import SaveFailed
 from launcher.votes import VoteFailed, Votes, describe
 
 if TYPE_CHECKING:
@@ -44,19 +44,6 @@ if TYPE_CHECKING:
 
 Wait = Callable[[Callable[[], bool], str, float], None]
 log = logging.getLogger(__name__)
-
-
-class SaveFailed(RetryableError):
-    """A checkpoint could not be written; the message names the ranks and their errors. Older ones are untouched."""
-
-    def __init__(self, stage: str, failure: VoteFailed, folder: Path) -> None:
-        super().__init__(f"saving {folder} failed while {stage} it ({failure})", _advice(failure, folder.parent))
-        self.ranks_at_fault = frozenset(failure.causes)
-
-    def ends_the_run(self, why: str) -> SaveFailed:
-        """The same error, with why the run does not go on after it."""
-        self.what = f"{why}: {self.what}"
-        return self
 
 
 class Checkpointer:
@@ -238,16 +225,6 @@ class Checkpointer:
 
     def _folder(self, step: int) -> Path:
         return checkpoints_of(self.run_dir) / f"step-{step}"
-
-
-def _advice(failure: VoteFailed, folder: Path) -> str:
-    """What to do about a save that failed; its folder is where the older checkpoints are."""
-    if any(
-        os.strerror(number) in cause for number in (errno.ENOSPC, errno.EDQUOT) for cause in failure.causes.values()
-    ):
-        return f"make room for {folder}; the checkpoints there are whole"
-    logs = " and ".join(f"rank_{rank}.log" for rank in sorted(failure.causes))
-    return f"see {logs} in {folder.parent / 'logs'}; the checkpoints in {folder} are whole"
 
 
 def _make_folder(temporary: Path) -> None:

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from launcher.checkpoint import SaveFailed
 from launcher.checkpoint_folder import checkpoints_of, find_checkpoint, newest_published, published, read_extra
 from launcher.checkpoint_io import merge_values, split_state
 from launcher.errors import UserError
 from launcher.manifest import problems_of
+from launcher.save_failure import SaveFailed
 from tests.rank_pool import run_ranks
 from tests.sharded_trainer import Trainer, load, make_checkpointer, save
 
