@@ -7,6 +7,7 @@ import signal
 import subprocess
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, NoReturn, cast
 
 import pytest
@@ -22,6 +23,7 @@ from launcher.siblings import Siblings, rank_of
 from launcher.signal_inbox import SignalInbox
 from launcher.stacks import is_in_collective
 from launcher.status import read_status
+from launcher.stop_wish import StopWish
 from launcher.topology import Split, build_topology
 from launcher.watchdog import Watchdog
 from tests.rank_processes import FileControl
@@ -53,6 +55,16 @@ def test_a_waiting_rank_blames_the_working_rank_furthest_behind() -> None:
     others = [_beat(1, 3, waiting=False), _beat(2, 2, waiting=False, seconds=5), _beat(3, 2, waiting=False, seconds=9)]
     assert blame(own, others).rank == 3
     assert blame(own, [_beat(1, 1, waiting=True)]) is own, "nobody works: a deadlock is reported by who found it"
+
+
+def test_grace_counts_from_the_signal_and_a_repetition_from_when_that_was_read() -> None:
+    inbox = cast("SignalInbox", SimpleNamespace(asked=10.0, drain=lambda: [signal.SIGUSR1]))
+    wish = StopWish(inbox, frozenset(), lambda text: None)
+    assert wish.read(18.0) is None
+    stop = wish.take(18.0)
+    assert stop is not None and (stop.since, stop.cause) == (10.0, "SIGUSR1")
+    assert wish.read(18.5) is None, "the same wish, delivered twice"
+    assert wish.read(19.5) is stop
 
 
 def test_who_watches_whom() -> None:
