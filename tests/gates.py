@@ -10,6 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
+import torch
+import torch.distributed as dist
+
 from launcher.barrier import OrderedTurns
 from launcher.compile_gate import pass_gate
 from launcher.compile_report import Stopwatch, TurnBook, TurnReport
@@ -17,7 +20,25 @@ from launcher.control import Control
 from launcher.drafter_step import DrafterStep
 from launcher.errors import DeadlineError, PeerFailed
 from launcher.recompiles import Recompiles
+from models.dflash import DFlashDrafter
 from models.draft_step import RowBatch
+
+
+@contextmanager
+def lone_group() -> Iterator[dist.ProcessGroup]:
+    """One rank, and a compiler that has seen nothing yet."""
+    torch.set_num_threads(1)
+    torch._dynamo.reset()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    assert dist.group.WORLD is not None
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+    torch._dynamo.reset()
+
+
+def compile_traced(drafter: DFlashDrafter) -> None:
+    """Compile for real as far as this is about: tracing and guards, without the wait for kernels."""
+    drafter.compile_layers(backend="aot_eager")
 
 
 class StandIn:

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import errno
-import logging
 import os
 import re
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,32 +16,18 @@ import torch.distributed as dist
 import launcher.compile_proof
 import models.draft_step
 from launcher.compile_proof import ProofError
-from launcher.errors import LauncherError
 from launcher.outcome import failure_code
-from launcher.recompiles import REASONS, graphs_compiled, recompile_reason
 from models.anchors import Anchors
 from models.dflash import DFlashDrafter
-from models.draft_step import RowBatch
 from models.masks import dense_mask
-from tests.gates import pass_alone, watch_recompiles
+from tests.gates import compile_traced, lone_group, pass_alone
 from tests.training import make_batch, make_step
 
 
 @pytest.fixture
 def group() -> Iterator[dist.ProcessGroup]:
-    """One rank, and a compiler that has seen nothing yet."""
-    torch.set_num_threads(1)
-    torch._dynamo.reset()
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    assert dist.group.WORLD is not None
-    yield dist.group.WORLD
-    dist.destroy_process_group()
-    torch._dynamo.reset()
-
-
-def compile_traced(drafter: DFlashDrafter) -> None:
-    """Compile for real as far as this is about: tracing and guards, without the wait for kernels."""
-    drafter.compile_layers(backend="aot_eager")
+    with lone_group() as group:
+        yield group
 
 
 def fail(graph: Any, inputs: Any) -> Any:
@@ -208,62 +191,3 @@ def test_an_error_of_the_step_itself_keeps_its_type_and_is_in_the_report(
     passed = pass_alone(step, make_batch(0), tmp_path)
     assert isinstance(passed.error, torch.OutOfMemoryError)
     assert "OutOfMemoryError" in passed.proof["missing"][0]
-
-
-def shorten(batch: RowBatch) -> RowBatch:
-    names = ("features", "ids", "loss_mask", "doc", "positions")
-    return replace(batch, **{name: getattr(batch, name)[:-1] for name in names})
-
-
-@pytest.fixture
-def console(caplog: pytest.LogCaptureFixture) -> Iterator[Callable[[], list[str]]]:
-    """What the launcher warns of; afterwards torch neither forbids recompiles nor tells of them."""
-    torch._dynamo.reset()
-    with torch._dynamo.config.patch(error_on_recompile=False):
-        yield lambda: [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    torch._logging.set_logs()
-    torch_log = logging.getLogger(REASONS)
-    torch_log.handlers = [handler for handler in torch_log.handlers if type(handler).__name__ != "_Warner"]
-
-
-def test_a_recompile_is_an_error_or_a_warning_that_names_what_changed(
-    group: dist.ProcessGroup, console: Callable[[], list[str]]
-) -> None:
-    step, other = make_step(group, sharded=False), shorten(make_batch(0))
-    compile_traced(step.drafter)
-    step.accumulate(make_batch(0), last=True)
-    compiled, recompiles = graphs_compiled(), watch_recompiles("error")
-    with recompiles.watch("the step"):
-        step.accumulate(make_batch(1, supervised=9), last=True)
-    said = "the step would compile again.*expected 64, actual 63"
-    with pytest.raises(LauncherError, match=said) as raised, recompiles.watch("the step"):
-        step.accumulate(other, last=True)
-    assert "\n" not in str(raised.value) and recompile_reason(ValueError("no")) is None
-    assert (graphs_compiled(), recompiles.total()) == (compiled, 0)
-    torch._dynamo.config.error_on_recompile = False
-    recompiles = watch_recompiles("warn")
-    with recompiles.watch("the step"):
-        step.accumulate(other, last=True)
-    (warning,) = console()
-    assert "compiles again after the gate" in warning and "expected 64, actual 63" in warning
-    assert recompiles.total() == graphs_compiled() - compiled > 0
-
-
-@pytest.mark.parametrize("on_recompile", ["error", "warn"])
-def test_code_that_the_gate_never_compiled_counts_as_a_recompile(
-    on_recompile: str, console: Callable[[], list[str]]
-) -> None:
-    """No guard fails then, and torch says nothing."""
-
-    def late(x: torch.Tensor) -> torch.Tensor:
-        return x.sin() * 2
-
-    compiled, recompiles = torch.compile(late, backend="aot_eager", fullgraph=True), watch_recompiles(on_recompile)
-    said = r"the step compiled what the gate had not: late \(test_compile_gate.py:\d+\)"
-    refused = pytest.raises(LauncherError, match=said) if on_recompile == "error" else nullcontext()
-    with refused, recompiles.watch("the step"):
-        compiled(torch.ones(3))
-    with recompiles.watch("the step"):
-        compiled(torch.ones(3))
-    assert recompiles.total() == 1
-    assert [bool(re.search(said, warning)) for warning in console()] == [True] * (on_recompile == "warn")
