@@ -1,10 +1,12 @@
 """What a downloaded model may not do. Checkpoints, caches and sockets are in their own tests: `test_checkpoint`
 (private files, no pickles), `test_compile_cache` (private folders), `test_cache_bundle` (bundles that reach outside),
-`faults/test_stops` (one node listens on the loopback address alone)."""
+`faults/test_stops` (a whole run on one node listens on the loopback address alone)."""
 
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,7 @@ from launcher.config import Config
 from models.target_files import load_tokenizer, resolve_target
 from models.target_weights import load_config
 
+ROOT = Path(__file__).resolve().parent.parent
 CODE = """
 from pathlib import Path
 from transformers import LlamaConfig, PreTrainedTokenizerFast
@@ -55,3 +58,20 @@ def test_weights_as_pickles_are_refused(tmp_path: Path) -> None:
     torch.save({"weight": torch.ones(1)}, tmp_path / "pytorch_model.bin")
     with pytest.raises(ValueError, match=r"no \*.safetensors .* other weight formats are not read"):
         resolve_target(str(tmp_path))
+
+
+LISTEN = """
+import psutil
+from launcher.agent import BACKEND, make_rendezvous
+from torch.distributed.elastic.rendezvous import RendezvousParameters
+rendezvous = make_rendezvous(RendezvousParameters(BACKEND, "", "run", 1, 1))
+rendezvous.next_rendezvous()
+sockets = [socket for socket in psutil.Process().net_connections("inet") if socket.status == psutil.CONN_LISTEN]
+print(*{(socket.laddr.ip, socket.laddr.port == rendezvous.master_port) for socket in sockets})
+"""
+
+
+def test_the_store_of_one_node_listens_to_that_node_alone() -> None:
+    words = [sys.executable, "-c", LISTEN]
+    ended = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    assert ended.stdout == "('127.0.0.1', True)\n", ended.stderr
