@@ -33,9 +33,11 @@ Who ends a rank, when, with which code of the run, and who writes `status.json`.
     torchrun died                   the kernel                   at once             75         launch.sh
     an error before all this        refusal.py                   0 to 9 s            its own    launch.sh
     a wait before it, in vain       refusal.py: the first rank   init_timeout        75         who claims the failure
+    ... for a rank that is gone     refusal.py                   at once             its own    launch.sh (**)
 
 (*) An error that looks like the echo of another rank's end gives that one 2.5 s to be told first; a stop signal whose
 meaning is open 1.5 s. SIGTERM counts as a wish only if no rank of the node is found dead within 1 s of it.
+(**) Under a bare torchrun, whose report nobody reads, the rank that waited: 75.
 """
 
 from __future__ import annotations
