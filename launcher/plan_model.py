@@ -126,10 +126,20 @@ def predictions(shape: RunShape, gpu: Gpu, ranks: int, nodes: int, target_tp: in
 
 
 def target_seconds(shape: RunShape, gpu: Gpu, target_tp: int = 1) -> float:
-    """Seconds of a row's forward; tensor parallel ranks share it evenly, what they exchange is not counted."""
+    """Seconds of a row's forward, which tensor parallel ranks share evenly."""
     share = COMPILED_TARGET_SHARE if shape.target_compiled else STOCK_TARGET_SHARE
     rate = gpu.bf16_tflops * 1e12 * share * target_tp
-    return shape.target.operations(shape.context, shape.visible) / rate
+    return shape.target.operations(shape.context, shape.visible) / rate + shared_target_seconds(shape, gpu, target_tp)
+
+
+def shared_target_seconds(shape: RunShape, gpu: Gpu, target_tp: int) -> float:
+    """Seconds of a row in which the ranks of a target add their parts of [S, H] up, twice a layer, hidden by nothing.
+
+    Not measured over NVLink.
+    """
+    sent = 2 * (target_tp - 1) / target_tp * shape.context * shape.target.hidden * shape.itemsize
+    hops = 2 * (target_tp - 1) * HOP_SECONDS
+    return 2 * shape.target.layers * (sent / (gpu.link_gbs * 1e9 * LINK_SHARE) + hops)
 
 
 def drafter_seconds(shape: RunShape, gpu: Gpu, shards: int, exchange: Exchange, sharded: bool = False) -> float:

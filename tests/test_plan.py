@@ -81,6 +81,13 @@ def test_the_target_reads_what_was_measured() -> None:
     assert compiled == pytest.approx(67.9, rel=0.02) and stock == pytest.approx(114.7 * 34 / 36, rel=0.02)
 
 
+def test_a_shared_target_pays_for_what_its_ranks_exchange() -> None:
+    """Each of two ranks sends [3072, 4096] in bf16 once for a sum, of which 34 layers take two: 1.7 GB a row."""
+    alone, two, four = target_seconds(shape(), H200), target_seconds(shape(), H200, 2), target_seconds(shape(), H200, 4)
+    assert two - alone / 2 == pytest.approx(2 * 34 * 3072 * 4096 * 2 / 301e9, rel=0.1)
+    assert four - alone / 4 == pytest.approx(1.5 * (two - alone / 2), rel=0.1)
+
+
 def test_a_pair_of_gpus_trains_what_was_measured() -> None:
     pair = predict(shape(), H200, Split(1, 1), nodes=1)
     # 8.0 to 8.5 with real chats, 7.84 with long-tailed ones; the target alone made 14.2. The drafter never waited.
