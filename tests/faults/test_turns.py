@@ -26,6 +26,18 @@ def turns_of(scenario: Scenario, results: Results) -> list[dict[str, Any]]:
     return json.loads((result.run_dir / "compile_report.json").read_text())["turns"]
 
 
+def compile_cache(run_dir: Path) -> Path:
+    (manifest,) = (run_dir.parent / "compile").glob("*/manifest.json")
+    return manifest.parent
+
+
+def leave_unlisted(run_dir: Path) -> None:
+    """What a run compiled that was killed in its gate."""
+    kernel = compile_cache(run_dir) / "triton/kernel"
+    kernel.write_bytes(b"code")
+    os.utime(kernel, (0, 0))
+
+
 COMPILED = Scenario(
     "compiled turns",
     (Start("", (f"--data.path={DEMO_CHATS}", "--data.row_length=256"), split=(1, 2), compiled=True),),
@@ -42,13 +54,20 @@ SLOW_LEADER = Scenario(
 )
 # Of three drafters one has had its turn and one waits for it when the second raises. A hang counts from its deadline.
 RAISES = Scenario("raise in turn", (Start("raise@turn:2", DRY, ends_within(), split=(1, 3)),))
-KILLED = Scenario("kill in turn", (Start("kill@turn:1", DRY, ends_within(), split=(1, 2)),))
 HANGS = Scenario(
     "hang in turn",
     (
         Start(
             "hang@turn:1", (*DRY, f"--compile.turn_timeout={TURN_SECONDS}"), ends_within(TURN_SECONDS + FAILURE_SECONDS)
         ),
+    ),
+)
+# Rank 0 lists the files of its node's compile cache; the second start is killed once it has.
+KILLED = Scenario(
+    "killed in a turn and after the gate",
+    (
+        Start("kill@turn:1", DRY, ends_within(), split=(1, 2)),
+        Start("slow=5@step:1:0;kill@step:2:0", before=leave_unlisted),
     ),
 )
 # What fails, with which code, rank and words; and the error as every log has it.
@@ -59,26 +78,7 @@ FAILURES = [
 ]
 
 
-def compile_cache(run_dir: Path) -> Path:
-    (manifest,) = (run_dir.parent / "compile").glob("*/manifest.json")
-    return manifest.parent
-
-
-def leave_unlisted(run_dir: Path) -> None:
-    """What a run compiled that was killed in its gate."""
-    kernel = compile_cache(run_dir) / "triton/kernel"
-    kernel.write_bytes(b"code")
-    os.utime(kernel, (0, 0))
-
-
-# Rank 0 lists the files of its node's compile cache; a later start is killed once it has.
-KILLED_LATER = Scenario(
-    "killed after the gate",
-    (Start("", DRY), Start("slow=5@step:1:0;kill@step:2:0", before=leave_unlisted)),
-)
-
-
-@pytest.mark.parametrize("scenario", [KILLED_LATER], ids=str)
+@pytest.mark.parametrize("scenario", [KILLED], ids=str)
 def test_a_run_that_is_killed_has_listed_what_its_gate_compiled(results: Results, scenario: Scenario) -> None:
     _, killed = results(scenario)
     check(killed, "failed", 75, ("0 target",))
@@ -115,7 +115,7 @@ def test_the_leader_may_outlast_the_timeout_of_process_groups_and_the_others_go_
 def test_a_turn_that_fails_ends_every_rank_soon_and_each_log_names_it(
     results: Results, scenario: Scenario, code: int, rank: int, words: tuple[str, ...], error: str
 ) -> None:
-    (result,) = results(scenario)
+    result = results(scenario)[0]
     check(result, "failed", code, (f"{rank} ", error, *words))
     check_logs(result, rank, error, silent=scenario is KILLED)
     assert result.console.count("run failed") == 1
