@@ -12,6 +12,7 @@ import pytest
 
 from launcher.cache_files import read_manifest
 from launcher.config_sections import DEMO_CHATS
+from launcher.trial import Trial
 from tests.faults.conftest import Results
 from tests.faults.harness import FAILURE_SECONDS, Scenario, Start, check, check_logs, ends_within
 
@@ -78,9 +79,8 @@ FAILURES = [
 ]
 
 
-@pytest.mark.parametrize("scenario", [KILLED], ids=str)
-def test_a_run_that_is_killed_has_listed_what_its_gate_compiled(results: Results, scenario: Scenario) -> None:
-    _, killed = results(scenario)
+def check_listed(killed: Trial) -> None:
+    """A run that is killed has listed what its gate compiled."""
     check(killed, "failed", 75, ("0 target",))
     assert "compile cache" not in killed.console
     assert set(read_manifest(compile_cache(killed.run_dir)).files) == {"triton/kernel"}
@@ -115,9 +115,12 @@ def test_the_leader_may_outlast_the_timeout_of_process_groups_and_the_others_go_
 def test_a_turn_that_fails_ends_every_rank_soon_and_each_log_names_it(
     results: Results, scenario: Scenario, code: int, rank: int, words: tuple[str, ...], error: str
 ) -> None:
-    result = results(scenario)[0]
+    result, *later = results(scenario)
     check(result, "failed", code, (f"{rank} ", error, *words))
     check_logs(result, rank, error, silent=scenario is KILLED)
     assert result.console.count("run failed") == 1
     if scenario is HANGS:
         assert "in _strike" in result.logs, "the stack of the hang is in the rank's log"
+    if scenario is KILLED:
+        (killed,) = later
+        check_listed(killed)
