@@ -83,7 +83,11 @@ def test_a_datasheet_is_found_by_whole_words(name: str, sheet: str | None) -> No
     assert (datasheet(name, "bf16") is None) == (sheet is None)
 
 
-@pytest.mark.parametrize("flags", [[], ["--sharded"], ["--drafters", "2"], ["--precision", "float8"]])
+# Two drafters are sharded as well.
+@pytest.mark.parametrize(
+    "flags",
+    [[], pytest.param(["--sharded"], marks=pytest.mark.slow), ["--drafters", "2"], ["--precision", "float8"]],
+)
 def test_drafter_bench_runs_on_cpu(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     torch.set_num_threads(1)
     words = ["drafter", "--device", "cpu", "--context", "96", "--anchors", "4", "--steps", "2", "--json", "--warm"]

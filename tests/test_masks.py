@@ -62,7 +62,7 @@ def layouts(draw: st.DrawFn) -> tuple[torch.Tensor, torch.Tensor, int, int, int]
     return mask & (doc_S >= 0), doc_S, draw(st.integers(1, 40)), draw(st.integers(4, 32)), seed
 
 
-@settings(max_examples=2500, deadline=None, derandomize=True)
+@settings(max_examples=2000, deadline=None, derandomize=True)
 @given(layouts())
 def test_tiles_equal_those_of_the_dense_predicate(layout: tuple[torch.Tensor, torch.Tensor, int, int, int]) -> None:
     mask_S, doc_S, slots, block_size, seed = layout

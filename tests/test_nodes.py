@@ -47,7 +47,7 @@ def train(nodes: int) -> tuple[list[float], list[float], int]:
     return read, [float(weight.full_tensor().sum()) for weight in weights], held
 
 
-@pytest.mark.parametrize(("world", "nodes"), [(4, 2), (2, 2)])
+@pytest.mark.parametrize(("world", "nodes"), [(4, 2), pytest.param(2, 2, marks=pytest.mark.slow)])
 def test_a_copy_on_each_node_trains_as_one_over_all_ranks_does(world: int, nodes: int) -> None:
     flat, by_node = run_ranks(world, train, 1), run_ranks(world, train, nodes)
     for (numbers, sums, held), (other_numbers, other_sums, other_held) in zip(flat, by_node, strict=True):

@@ -42,7 +42,7 @@ def run_shared(folders: list[Path], flex: bool) -> list[tuple[Any, int, Any]]:
     return found
 
 
-@pytest.mark.parametrize(("families", "flex"), [(SHARED, False), (["gemma2", "qwen3_moe"], True)])
+@pytest.mark.parametrize(("families", "flex"), [(SHARED, False), (["gemma2"], True)])
 @torch.no_grad()
 def test_two_ranks_give_the_features_of_one(families: list[str], flex: bool, tmp_path: Path) -> None:
     folders = [tmp_path / family for family in families]
