@@ -25,11 +25,11 @@ from models.draft_step import RowBatch
 
 
 @contextmanager
-def lone_group() -> Iterator[dist.ProcessGroup]:
+def lone_group(backend: str = "gloo") -> Iterator[dist.ProcessGroup]:
     """One rank, and a compiler that has seen nothing yet."""
     torch.set_num_threads(1)
     torch._dynamo.reset()
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     assert dist.group.WORLD is not None
     yield dist.group.WORLD
     dist.destroy_process_group()

@@ -22,7 +22,7 @@ from models.dflash import DFlashConfig, DFlashDrafter
 from models.draft_step import DraftForward, FrozenEnds, RowBatch
 from models.drafter_layer import DFlashLayer
 from models.masks import block_mask, dense_mask
-from tests.gates import Passed, pass_alone
+from tests.gates import Passed, lone_group, pass_alone
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 
@@ -50,13 +50,8 @@ Trick = Callable[[DrafterStep, RowBatch, pytest.MonkeyPatch], None]
 
 @pytest.fixture
 def group() -> Iterator[dist.ProcessGroup]:
-    """One rank, and a compiler that has seen nothing yet."""
-    torch._dynamo.reset()
-    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
-    assert dist.group.WORLD is not None
-    yield dist.group.WORLD
-    dist.destroy_process_group()
-    torch._dynamo.reset()
+    with lone_group("nccl") as group:
+        yield group
     torch.cuda.empty_cache()
 
 
